@@ -1,0 +1,159 @@
+"""The commands of a node as argument lists: docker run, ray start, vllm serve. Pure.
+
+The Ray container and the serve container are siblings on the head. They share three things, and
+without any one of them the group hangs or dies: the process table (Ray finds its raylet there),
+/dev/shm (tensors), and /tmp (unix sockets of vLLM's local queues).
+"""
+
+from __future__ import annotations
+
+from cluster.environment import CONTAINER_CACHE
+from cluster.settings import Cluster, flag_arguments
+
+RAY = "vllm-ray"
+"""Name of the container and of the unit that run Ray."""
+SERVE = "vllm-serve"
+"""Name of the container and of the unit that run vllm serve."""
+SHARED_TMP = "vllm-tmp"
+"""The Docker volume that is /tmp in both containers."""
+CLUSTER_LABEL = "multinode-vllm.cluster"
+DEFINITION_LABEL = "multinode-vllm.definition"
+
+
+def node_env_path(cluster: Cluster) -> str:
+    """The env file on a host, without secrets."""
+    return f"{cluster.paths.config}/node.env"
+
+
+def secrets_path(cluster: Cluster) -> str:
+    """The env file on a host that holds the secrets."""
+    return f"{cluster.paths.config}/secrets.env"
+
+
+def ray_nodes_path(cluster: Cluster) -> str:
+    """The program that lists Ray's nodes, for the serve unit at boot."""
+    return f"{cluster.paths.config}/ray_nodes.py"
+
+
+def carry_over_path(cluster: Cluster) -> str:
+    """The list of variables that vLLM must not copy from the head to the workers."""
+    return f"{cluster.paths.config}/ray_non_carry_over_env_vars.json"
+
+
+def ray_container(cluster: Cluster, name: str, image: str) -> list[str]:
+    """docker run for Ray on node `name`. `image` is an image id."""
+    host = cluster.hosts[name]
+    is_head = host.role == "head"
+    start = ["start", "--block"]
+    if is_head:
+        start += ["--head", f"--port={cluster.ray.port}", "--include-dashboard=false"]
+    else:
+        start += [f"--address={cluster.gcs_address}"]
+    start += [
+        f"--node-ip-address={host.fabric.address.ip}",
+        f"--num-gpus={host.gpus}",
+        f"--object-store-memory={cluster.ray.object_store_memory}",
+        *flag_arguments(cluster.ray.flags),
+    ]
+    return [
+        *_docker_run(cluster, name, RAY),
+        "--ipc=shareable",
+        f"--shm-size={cluster.container.shm_size}",
+        f"--volume={SHARED_TMP}:/tmp",
+        "--entrypoint=ray",
+        *cluster.container.flags,
+        image,
+        *start,
+    ]
+
+
+def serve_container(cluster: Cluster, name: str, image: str) -> list[str]:
+    """docker run for vllm serve on node `name`: the head, or with executor mp every node."""
+    run = _docker_run(cluster, name, SERVE)
+    if cluster.executor == "ray":
+        path = carry_over_path(cluster)
+        run += [
+            f"--ipc=container:{RAY}",
+            f"--pid=container:{RAY}",
+            f"--volume={SHARED_TMP}:/tmp",
+            f"--volume={path}:/root/.config/vllm/ray_non_carry_over_env_vars.json:ro",
+        ]
+    else:
+        run += [f"--shm-size={cluster.container.shm_size}"]
+    return [*run, "--entrypoint=vllm", *cluster.container.flags, image, *_serve(cluster, name)]
+
+
+def ray_nodes(cluster: Cluster, deadline: int) -> list[str]:
+    """docker exec that waits, `deadline` seconds at most, until Ray lists every node.
+
+    The program, remote/ray_nodes.py, comes over stdin.
+    """
+    expected = [
+        f"{name}={cluster.address(name)}={cluster.hosts[name].gpus}" for name in cluster.nodes
+    ]
+    return [
+        *("docker", "exec", "-i", RAY, "python3", "-"),
+        *(f"--address={cluster.gcs_address}", f"--deadline={deadline}", *expected),
+    ]
+
+
+def ray_nodes_at_boot(cluster: Cluster) -> list[str]:
+    """The same for a unit, which takes the program from its file."""
+    program, *arguments = ray_nodes(cluster, cluster.deadlines.ray)
+    script = f'exec {program} "$@" < "$0"'
+    return ["sh", "-c", script, ray_nodes_path(cluster), *arguments]
+
+
+def _serve(cluster: Cluster, name: str) -> list[str]:
+    serve = cluster.serve
+    arguments = ["serve", cluster.model, f"--tensor-parallel-size={cluster.tensor_parallel_size}"]
+    if serve.pipeline_parallel_size > 1:
+        arguments.append(f"--pipeline-parallel-size={serve.pipeline_parallel_size}")
+    if cluster.executor == "ray":
+        arguments.append("--distributed-executor-backend=ray")
+    elif len(cluster.hosts) > 1:
+        rank = cluster.nodes.index(name)
+        arguments += [
+            f"--nnodes={len(cluster.hosts)}",
+            f"--node-rank={rank}",
+            f"--master-addr={cluster.head_address}",
+            f"--master-port={serve.rendezvous_port}",
+        ]
+        if rank:
+            arguments.append("--headless")
+    arguments += [
+        f"--host={serve.host}",
+        f"--port={serve.port}",
+        f"--served-model-name={cluster.served_model_name}",
+    ]
+    if serve.max_model_len is not None:
+        arguments.append(f"--max-model-len={serve.max_model_len}")
+    if serve.gpu_memory_utilization is not None:
+        arguments.append(f"--gpu-memory-utilization={serve.gpu_memory_utilization}")
+    return arguments + flag_arguments(serve.flags)
+
+
+def _docker_run(cluster: Cluster, name: str, container: str) -> list[str]:
+    settings, has_hcas = cluster.container, bool(cluster.hosts[name].fabric.hcas)
+    arguments = [
+        *("docker", "run", "--rm", f"--name={container}", "--network=host"),
+        *("--log-driver=local", "--log-opt=max-size=50m"),
+        f"--label={CLUSTER_LABEL}={cluster.name}",
+        f"--env-file={node_env_path(cluster)}",
+    ]
+    if cluster.secrets:
+        arguments.append(f"--env-file={secrets_path(cluster)}")
+    if settings.gpus:
+        arguments.append(f"--gpus={settings.gpus}")
+    if settings.privileged:
+        arguments.append("--privileged")
+    if has_hcas:
+        arguments += ["--device=/dev/infiniband", "--cap-add=IPC_LOCK"]
+    arguments += [f"--device={device}" for device in settings.devices]
+    arguments += [f"--ulimit={key}={value}" for key, value in settings.ulimits.items()]
+    arguments.append(f"--volume={cluster.paths.cache}:{CONTAINER_CACHE}")
+    if cluster.paths.huggingface:
+        arguments.append(f"--volume={cluster.paths.huggingface}:{CONTAINER_CACHE}/huggingface")
+    if cluster.model_is_directory:
+        arguments.append(f"--volume={cluster.model}:{cluster.model}:ro")
+    return arguments

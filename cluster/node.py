@@ -1,0 +1,186 @@
+"""Everything that stands on one host: its files, its units, and the hash of what should run.
+
+A container carries the hash of all that defines it as a label. A different label means: restart
+what depends on it. The same label means: leave it alone, even after an interrupted run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+
+from cluster import commands
+from cluster.environment import env_file, node_environment, secret_environment
+from cluster.settings import Cluster
+from cluster.units import UNIT_DIRECTORY, ray_unit, serve_unit
+
+IMAGE_HEADER = "image "
+
+
+@dataclass(frozen=True)
+class Versions:
+    """What importlib.metadata says inside the image; None: not installed."""
+
+    python: str
+    vllm: str | None
+    ray: str | None
+    torch: str | None
+
+    def __str__(self) -> str:
+        pairs = (("vllm", self.vllm), ("ray", self.ray), ("torch", self.torch))
+        named = [f"{label} {version}" for label, version in pairs if version]
+        return ", ".join([*named, f"Python {self.python}"])
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image as it is on the hosts. `id` is Docker's image id."""
+
+    id: str
+    versions: Versions
+
+
+@dataclass(frozen=True)
+class File:
+    """A file on a host. The content of a secret one is never read back, shown or logged."""
+
+    path: str
+    content: str
+    mode: int = 0o644
+    is_secret: bool = False
+
+    @property
+    def sha256(self) -> str:
+        """Hex digest of the content."""
+        return hashlib.sha256(self.content.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Node:
+    """One host as it should be."""
+
+    name: str
+    files: tuple[File, ...]
+    definitions: dict[str, str]
+    """The wanted definition hash of each container on this host, by container name."""
+
+
+def unit_path(unit: str) -> str:
+    """Path of a unit file of ours."""
+    return f"{UNIT_DIRECTORY}/{unit}.service"
+
+
+def containers(cluster: Cluster, name: str) -> list[str]:
+    """The containers (and units of the same names) of node `name`, in the order they start."""
+    if cluster.executor == "mp":
+        return [commands.SERVE]
+    return [commands.RAY, commands.SERVE] if name == cluster.head else [commands.RAY]
+
+
+def paths(cluster: Cluster) -> list[str]:
+    """Every path that a deployment may have written on a host, whatever its role."""
+    return [
+        commands.node_env_path(cluster),
+        commands.ray_nodes_path(cluster),
+        commands.carry_over_path(cluster),
+        unit_path(commands.RAY),
+        unit_path(commands.SERVE),
+    ]
+
+
+def render(cluster: Cluster, name: str, image: Image) -> Node:
+    """Render the files of node `name`, and the hashes of its containers."""
+    header = [
+        f"Environment of {name}, {cluster.hosts[name].role} of cluster {cluster.name}.",
+        "Written by multinode-vllm; change cluster.yaml and deploy instead of this file.",
+        f"{IMAGE_HEADER}{image.id} {json.dumps(image.versions.__dict__, sort_keys=True)}",
+    ]
+    variables = node_environment(cluster, name)
+    rendered = [
+        File(commands.node_env_path(cluster), env_file(variables, header), 0o600),
+    ]
+    if cluster.secrets:
+        content = env_file(secret_environment(cluster), ["Secrets; written by multinode-vllm."])
+        rendered.append(File(commands.secrets_path(cluster), content, 0o600, is_secret=True))
+    definitions: dict[str, str] = {}
+    if cluster.executor == "ray":
+        definitions[commands.RAY] = ray_definition(cluster, name, image.id)
+        run = _labelled(commands.ray_container(cluster, name, image.id), definitions[commands.RAY])
+        rendered.append(File(unit_path(commands.RAY), ray_unit(cluster, name, run)))
+    if commands.SERVE in containers(cluster, name):
+        if cluster.executor == "ray":
+            program = files("cluster.remote").joinpath("ray_nodes.py")
+            rendered += [
+                File(commands.carry_over_path(cluster), _carry_over(cluster)),
+                File(commands.ray_nodes_path(cluster), program.read_text(encoding="utf-8")),
+            ]
+        definitions[commands.SERVE] = serve_definition(cluster, name, image.id)
+        run = _labelled(
+            commands.serve_container(cluster, name, image.id), definitions[commands.SERVE]
+        )
+        rendered.append(File(unit_path(commands.SERVE), serve_unit(cluster, name, run)))
+    return Node(name, tuple(rendered), definitions)
+
+
+def ray_definition(cluster: Cluster, name: str, image: str) -> str:
+    """The hash of all that defines Ray on node `name`; a worker depends on the head."""
+    parts = [_own(cluster, name, commands.ray_container(cluster, name, image))]
+    if name != cluster.head:
+        parts.append(ray_definition(cluster, cluster.head, image))
+    return _digest(parts)
+
+
+def serve_definition(cluster: Cluster, name: str, image: str) -> str:
+    """The hash of all that defines vllm serve on node `name`: the whole group belongs to it."""
+    if cluster.executor == "ray":
+        parts = [_own(cluster, name, commands.serve_container(cluster, name, image))]
+        parts += [ray_definition(cluster, node, image) for node in cluster.nodes]
+    else:
+        # Every rank builds its own configuration, and a rank cannot rejoin a running group.
+        parts = [
+            _own(cluster, node, commands.serve_container(cluster, node, image))
+            for node in [name, *cluster.nodes]
+        ]
+    return _digest(parts)
+
+
+def parse_image_header(env_text: str) -> Image | None:
+    """Read back which image an env file was rendered for, and the versions found in it then."""
+    for line in env_text.splitlines():
+        marker = f"# {IMAGE_HEADER}"
+        if line.startswith(marker):
+            image_id, _, versions = line[len(marker) :].partition(" ")
+            try:
+                return Image(image_id, Versions(**json.loads(versions)))
+            except (ValueError, TypeError):
+                return None
+    return None
+
+
+def _own(cluster: Cluster, name: str, run: list[str]) -> str:
+    variables = [*node_environment(cluster, name), *secret_environment(cluster)]
+    return _digest([*run, *(f"{variable.name}={variable.value}" for variable in variables)])
+
+
+def _digest(parts: list[str]) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _labelled(run: list[str], definition: str) -> list[str]:
+    index = run.index(next(part for part in run if part.startswith("--name=")))
+    label = f"--label={commands.DEFINITION_LABEL}={definition}"
+    return [*run[: index + 1], label, *run[index + 1 :]]
+
+
+def _carry_over(cluster: Cluster) -> str:
+    """Names that vLLM must not copy from the head to the workers.
+
+    Every node has its own complete env file. vLLM's first Ray executor (default up to 0.20) would
+    overwrite the workers' NCCL_* and VLLM_* with the head's.
+    """
+    names = {
+        variable.name for name in cluster.hosts for variable in node_environment(cluster, name)
+    }
+    return json.dumps(sorted(names | set(cluster.secrets)), indent=2) + "\n"

@@ -1,0 +1,108 @@
+"""systemd units as text. They start the containers at boot, in order, and start them again.
+
+Restart=always, never on-failure: after the death of its engine vllm serve exits with code 0.
+"""
+
+from __future__ import annotations
+
+import re
+
+from cluster import commands
+from cluster.settings import Cluster
+
+UNIT_DIRECTORY = "/etc/systemd/system"
+_PLAIN = re.compile(r"[A-Za-z0-9@_+=:,./-]+")
+
+
+def quote(argument: str) -> str:
+    """Quote one argument of an Exec line (systemd.syntax(7), systemd.service(5), COMMAND LINES)."""
+    escaped = argument.replace("%", "%%").replace("$", "$$")
+    if _PLAIN.fullmatch(escaped):
+        return escaped
+    escaped = escaped.replace("\\", "\\\\").replace('"', '\\"')
+    escaped = escaped.replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
+    return f'"{escaped}"'
+
+
+def exec_line(arguments: list[str]) -> str:
+    """One Exec value, a line for every option."""
+    text = ""
+    for argument in arguments:
+        separator = " \\\n    " if argument.startswith("-") else " "
+        text += (separator if text else "") + quote(argument)
+    return text
+
+
+def ray_unit(cluster: Cluster, name: str, run: list[str]) -> str:
+    """vllm-ray.service of node `name`; `run` is its docker run."""
+    role = cluster.hosts[name].role
+    return _unit(
+        cluster,
+        f"Ray {role} of cluster {cluster.name}",
+        container=commands.RAY,
+        run=run,
+        # What an earlier session left in /tmp would be taken for the running one.
+        prepare=[["docker", "volume", "rm", "--force", commands.SHARED_TMP]],
+    )
+
+
+def serve_unit(cluster: Cluster, name: str, run: list[str]) -> str:
+    """vllm-serve.service of node `name`; `run` is its docker run."""
+    if cluster.executor == "mp":
+        return _unit(
+            cluster,
+            f"vllm serve of cluster {cluster.name}, node rank {cluster.nodes.index(name)}",
+            container=commands.SERVE,
+            run=run,
+        )
+    return _unit(
+        cluster,
+        f"vllm serve of cluster {cluster.name}",
+        container=commands.SERVE,
+        run=run,
+        wait=commands.ray_nodes_at_boot(cluster),
+        relations=[f"After={commands.RAY}.service", f"PartOf={commands.RAY}.service"],
+    )
+
+
+def _unit(
+    cluster: Cluster,
+    description: str,
+    *,
+    container: str,
+    run: list[str],
+    prepare: list[list[str]] | None = None,
+    wait: list[str] | None = None,
+    relations: list[str] | None = None,
+) -> str:
+    stop = cluster.deadlines.stop
+    lines = [
+        "# Written by multinode-vllm; change cluster.yaml and deploy instead of this file.",
+        "[Unit]",
+        f"Description={description.replace('%', '%%')}",
+        "After=docker.service network-online.target",
+        "Wants=docker.service network-online.target",
+        *(relations or []),
+        # A crash loop ends in "failed"; waiting for a host that is down does not count as one.
+        "StartLimitIntervalSec=600",
+        "StartLimitBurst=12",
+        "",
+        "[Service]",
+        "Type=exec",
+        f"ExecStartPre=-docker rm --force {container}",
+        *(f"ExecStartPre=-{exec_line(command)}" for command in prepare or []),
+        *([f"ExecStartPre={exec_line(wait)}"] if wait else []),
+        f"ExecStart={exec_line(run)}",
+        f"ExecStop=-docker stop -t {stop} {container}",
+        f"ExecStopPost=-docker rm --force {container}",
+        "Restart=always",
+        "RestartSec=5",
+        f"TimeoutStartSec={cluster.deadlines.ray + 60}",
+        f"TimeoutStopSec={stop + 30}",
+        # docker run ends with 128 + signal when it is stopped.
+        "SuccessExitStatus=130 137 143",
+        "",
+        "[Install]",
+        "WantedBy=multi-user.target",
+    ]
+    return "\n".join(lines) + "\n"
