@@ -1,0 +1,192 @@
+"""Facts: what pyinfra reads from a host. Each is one round trip of one program of remote/."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from pyinfra.api import FactBase, QuoteString, StringCommand
+from pyinfra.api.exceptions import FactProcessError
+
+from cluster.node import Versions
+
+
+@cache
+def source(program: str) -> str:
+    """The text of a program of cluster/remote, to be sent over stdin."""
+    return files("cluster.remote").joinpath(f"{program}.py").read_text(encoding="utf-8")
+
+
+def program_command(program: str, wanted: dict[str, Any]) -> StringCommand:
+    """The command that runs a program of cluster/remote; its text has to come over stdin."""
+    return StringCommand("python3", "-", program, QuoteString(json.dumps(wanted)))
+
+
+def _object(output: list[str]) -> Any:
+    try:
+        return json.loads(output[-1])
+    except ValueError:
+        raise FactProcessError(f"expected JSON, got: {output[-1][:200]!r}") from None
+
+
+@dataclass(frozen=True)
+class ImageState:
+    """An image in a host's Docker."""
+
+    id: str
+    digests: list[str]
+
+    def digest(self, reference: str) -> str:
+        """What identifies the image on every host: the registry's digest, else Docker's id."""
+        repository = reference.partition("@")[0]
+        if ":" in repository.rpartition("/")[2]:
+            repository = repository.rpartition(":")[0]
+        for digest in self.digests:
+            name, _, value = digest.partition("@")
+            if name == repository or name.endswith(f"/{repository}"):
+                return value
+        return self.id
+
+
+@dataclass(frozen=True)
+class ContainerState:
+    """A container in a host's Docker. `definition` is our label."""
+
+    id: str
+    image: str
+    status: str
+    started: str
+    definition: str | None
+
+
+@dataclass(frozen=True)
+class HostState:
+    """What is on a host; see remote/node_state.py."""
+
+    docker_error: str | None
+    systemd_error: str | None
+    image: ImageState | None
+    containers: dict[str, ContainerState]
+    units: dict[str, dict[str, str]]
+    files: dict[str, str | None]
+    secret_files: dict[str, str | None]
+    listening: bool
+
+    def unit(self, name: str, key: str) -> str:
+        """A property of a unit as systemctl show gives it; "" where there is none."""
+        return self.units.get(name, {}).get(key, "")
+
+
+class NodeState(FactBase[HostState]):
+    """Image, containers, units and files of a host. Pass _stdin=source("node_state")."""
+
+    def command(self, wanted: dict[str, Any]) -> StringCommand:
+        """`wanted` is the argument of remote/node_state.py."""
+        return program_command("node_state", wanted)
+
+    def process(self, output: list[str]) -> HostState:
+        """Turn the JSON into a HostState."""
+        found = _object(output)
+        try:
+            image = found.pop("image")
+            containers = found.pop("containers")
+            return HostState(
+                image=ImageState(**image) if image else None,
+                containers={key: ContainerState(**value) for key, value in containers.items()},
+                **found,
+            )
+        except (TypeError, AttributeError, KeyError) as error:
+            raise FactProcessError(f"unexpected answer of node_state: {error}") from None
+
+
+class ImageVersions(FactBase[Versions]):
+    """Versions of Python, vllm, ray and torch inside an image, without importing them."""
+
+    def command(self, image: str) -> StringCommand:
+        """Run Python in a container of `image` that has no network."""
+        return StringCommand(
+            *("docker", "run", "--rm", "--network=none", "--entrypoint=python3"),
+            *(QuoteString(image), "-c", QuoteString(_VERSIONS)),
+        )
+
+    def process(self, output: list[str]) -> Versions:
+        """Turn the JSON into Versions."""
+        found = _object(output)
+        try:
+            return Versions(**found)
+        except TypeError as error:
+            raise FactProcessError(f"unexpected versions: {error}") from None
+
+
+_VERSIONS = """
+import importlib.metadata, json, platform
+def version(name):
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+print(json.dumps(dict({n: version(n) for n in ("vllm", "ray", "torch")},
+                      python=platform.python_version())))
+""".strip()
+
+
+class ReachesRay(FactBase[str]):
+    """Why this host cannot reach Ray's head; "" when it can. Pass _stdin=source("reach")."""
+
+    def command(self, wanted: dict[str, Any]) -> StringCommand:
+        """`wanted` is the argument of remote/reach.py."""
+        return StringCommand(program_command("reach", wanted), "2>&1", "||", "true")
+
+    @staticmethod
+    def default() -> str:
+        """Silence is success."""
+        return ""
+
+
+class RayNodes(FactBase[str]):
+    """What Ray lacks of the expected nodes right now; "" when it lists all of them.
+
+    Pass _stdin=source("ray_nodes").
+    """
+
+    def command(self, arguments: list[str]) -> StringCommand:
+        """`arguments` is commands.ray_nodes()."""
+        return StringCommand(*map(QuoteString, arguments), "2>&1", "||", "true")
+
+    @staticmethod
+    def default() -> str:
+        """Silence is success."""
+        return ""
+
+    def process(self, output: list[str]) -> str:
+        """Drop the line that says that all is well."""
+        return "\n".join(line for line in output if not line.startswith("Ray lists "))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A completion, or why there is none."""
+
+    seconds: float
+    text: str = ""
+    tokens: int | None = None
+    error: str | None = None
+
+
+class Completion(FactBase[Answer]):
+    """A short completion from the API on the head. Pass _stdin=source("completion")."""
+
+    def command(self, wanted: dict[str, Any]) -> StringCommand:
+        """`wanted` is the argument of remote/completion.py."""
+        return program_command("completion", wanted)
+
+    def process(self, output: list[str]) -> Answer:
+        """Turn the JSON into an Answer."""
+        found = _object(output)
+        try:
+            return Answer(**found)
+        except TypeError as error:
+            raise FactProcessError(f"unexpected answer of completion: {error}") from None

@@ -1,0 +1,414 @@
+"""pyinfra operations: each brings one thing on a host to what cluster.yaml says, or says why not.
+
+Every one compares first and does nothing where nothing differs, so that a second run is all
+"No changes". Long waits run on the host, with a deadline, progress lines and a reason at the end.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Generator
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import click
+import yaml
+from pyinfra import host, logger, state
+from pyinfra.api import FunctionCommand, Host, QuoteString, State, StringCommand, operation
+from pyinfra.api.arguments import CONNECTOR_ARGUMENT_KEYS
+from pyinfra.api.command import PyinfraCommand
+
+from cluster import commands, node, observed
+from cluster.facts import (
+    Answer,
+    Completion,
+    HostState,
+    RayNodes,
+    ReachesRay,
+    program_command,
+    source,
+)
+from cluster.node import File
+from cluster.settings import Cluster
+
+Commands = Generator[PyinfraCommand, None, None]
+
+PROMPT = "Say hello in one short sentence."
+
+
+@operation()
+def pulled(cluster: Cluster, always: bool = False) -> Commands:
+    """Have the image on this host.
+
+    + cluster: the cluster
+    + always: pull even where the reference is there, for a tag that has moved
+    """
+    found = observed.look(host)
+    if found.docker_error:
+        yield _refuse(
+            f"Docker does not answer: {found.docker_error}",
+            "Is it installed and running, and may this user use it (root or sudo)?",
+        )
+        return
+    if found.image is not None and not always:
+        host.noop(f"{cluster.image} is here: {found.image.id}")
+    else:
+        yield _streamed(
+            StringCommand(
+                *("timeout", str(cluster.deadlines.pull), "docker", "pull"),
+                QuoteString(cluster.image),
+            )
+        )
+        observed.forget(host)
+    if state.is_executing:
+        yield from _usable(cluster)
+
+
+def _usable(cluster: Cluster) -> Commands:
+    image = observed.image(host)
+    if image is None:
+        yield _refuse(f"{cluster.image} cannot be used: its versions could not be read.")
+    elif image.versions.vllm is None:
+        yield _refuse(f"{cluster.image} has no vLLM in it ({image.versions}).")
+    elif cluster.executor == "ray" and image.versions.ray is None:
+        yield _refuse(
+            f"{cluster.image} has no Ray in it ({image.versions}): stock vLLM images come without "
+            "Ray since 0.18.",
+            'Either build one: FROM that image, RUN pip install "ray==2.56.1", '
+            "or set executor: mp in cluster.yaml.",
+        )
+
+
+@operation()
+def same_image(cluster: Cluster) -> Commands:
+    """Stop unless all hosts of this run have the same image digest.
+
+    + cluster: the cluster
+    """
+    if not state.is_executing:
+        host.noop("compared at run time")
+        return
+    digests = observed.digests()
+    if len(set(digests.values())) > 1:
+        rows = [f"  {name}: {digest}" for name, digest in sorted(digests.items())]
+        yield _refuse(
+            f"The hosts have different images under the name {cluster.image}:",
+            *rows,
+            "Ranks of different builds hang or disagree. Pull again on all hosts: "
+            "pyinfra inventory.py tasks/image.py --data pull=always",
+        )
+        return
+    host.noop(f"{len(digests)} hosts have {next(iter(digests.values()), 'no image')}")
+
+
+@operation()
+def rendered(cluster: Cluster) -> Commands:
+    """Have the env files and units of this host as cluster.yaml says.
+
+    + cluster: the cluster
+    """
+    found, wanted = observed.look(host), observed.wanted(host)
+    stale = [file for file in wanted.files if not _is_current(file, found)]
+    paths = {file.path for file in wanted.files}
+    leftover = [path for path, content in found.files.items() if content and path not in paths]
+    leftover += [
+        path for path, digest in found.secret_files.items() if digest and path not in paths
+    ]
+    if state.config.DIFF and (not state.is_executing or not state.check_for_changes):
+        for file in stale:
+            _show_diff(file, found)
+    for file in stale:
+        yield _written(file, cluster)
+    units = {node.unit_path(unit): unit for unit in (commands.RAY, commands.SERVE)}
+    for path in leftover:
+        if path in units:  # the host has another role now
+            yield StringCommand(
+                "systemctl", "disable", "--quiet", "--now", f"{units[path]}.service"
+            )
+    if leftover:
+        yield StringCommand("rm", "-f", *map(QuoteString, leftover))
+    changed = [*leftover, *(file.path for file in stale)]
+    # An interrupted run may have written a unit without telling systemd.
+    untold = any(found.unit(unit, "NeedDaemonReload") == "yes" for unit in found.units)
+    if untold or any(path in units for path in changed):
+        yield StringCommand("systemctl", "daemon-reload")
+    if changed or untold:
+        observed.forget(host)
+    else:
+        host.noop("files are current")
+
+
+def _is_current(file: File, found: HostState) -> bool:
+    if file.is_secret:
+        return found.secret_files.get(file.path) == file.sha256
+    return found.files.get(file.path) == file.content
+
+
+def _written(file: File, cluster: Cluster) -> StringCommand:
+    """A command that writes a file from stdin, in one step, never readable for others meanwhile."""
+    fresh = QuoteString(f"{file.path}.new")
+    make = ("mkdir", "-p", "-m", "0755", QuoteString(cluster.paths.config), "&&")
+    return StringCommand(
+        *("umask", "077", "&&", *make, "cat", ">", fresh, "&&"),
+        *("chmod", f"{file.mode:o}", fresh, "&&", "mv", fresh, QuoteString(file.path)),
+        _stdin=file.content,
+    )
+
+
+def _show_diff(file: File, found: HostState) -> None:
+    if file.is_secret:
+        logger.info(f"{host.print_prefix}{file.path}: secrets differ (not shown)")
+        return
+    before = (found.files.get(file.path) or "").splitlines()
+    lines = difflib.unified_diff(
+        before, file.content.splitlines(), file.path, file.path, n=1, lineterm=""
+    )
+    for line in lines:
+        colour = {"+": "green", "-": "red", "@": "cyan"}.get(line[:1])
+        logger.info(f"{host.print_prefix}{click.style(line, fg=colour)}")
+
+
+@operation()
+def paused() -> Commands:
+    """Stop vllm serve on this host where it, or Ray below it anywhere, is about to change."""
+    found = observed.look(host)
+    container = found.containers.get(commands.SERVE)
+    definition = observed.wanted(host).definitions.get(commands.SERVE)
+    is_active = found.unit(commands.SERVE, "ActiveState") in {"active", "activating"}
+    if not is_active or (container is not None and container.definition == definition):
+        host.noop("vllm serve does not run, or runs as it should")
+        return
+    yield StringCommand("systemctl", "stop", f"{commands.SERVE}.service")
+    observed.forget(host)
+
+
+@operation()
+def running(cluster: Cluster, unit: str, ready: str, deadline: int) -> Commands:
+    """Have a unit run the wanted container, and wait until it is ready.
+
+    + cluster: the cluster
+    + unit: vllm-ray or vllm-serve
+    + ready: the key in phases.yaml that tells its progress
+    + deadline: seconds
+    """
+    found = observed.look(host)
+    container = found.containers.get(unit)
+    definition = observed.wanted(host).definitions[unit]
+    is_current = (
+        container is not None
+        and container.definition == definition
+        and container.status == "running"
+        and found.unit(unit, "ActiveState") == "active"
+        and found.unit(unit, "UnitFileState") == "enabled"
+    )
+    listens = unit == commands.SERVE and host.name == cluster.head
+    if is_current and (found.listening or not listens):
+        host.noop(f"{unit} runs definition {definition}")
+        return
+    if not is_current:
+        service = f"{unit}.service"
+        yield StringCommand("systemctl", "stop", service)
+        yield StringCommand("systemctl", "reset-failed", service, "2>/dev/null", "||", "true")
+        yield StringCommand("systemctl", "enable", "--quiet", service)
+        yield StringCommand("systemctl", "start", "--no-block", service)
+    table = _phases()[ready]
+    wanted = {
+        "unit": unit,
+        "deadline": deadline,
+        "phases": [{key: row[key] for key in ("text", "pattern")} for row in table["phases"]],
+        "ready": table["ready"],
+        "port": ["127.0.0.1", cluster.serve.port] if listens else None,
+    }
+    yield _streamed(program_command("wait_unit", wanted), source("wait_unit"))
+    observed.forget(host)
+
+
+@operation()
+def head_reached(cluster: Cluster) -> Commands:
+    """Stop unless this host reaches Ray's head over the fabric.
+
+    + cluster: the cluster
+    """
+    if not state.is_executing:
+        host.noop("checked at run time")
+        return
+    wanted = {
+        "address": str(cluster.head_address),
+        "port": cluster.ray.port,
+        "deadline": cluster.deadlines.reach,
+        "source": str(cluster.address(host.name)),
+    }
+    problem = host.get_fact(ReachesRay, wanted=wanted, _stdin=source("reach"))
+    if problem:
+        yield _refuse(*problem.splitlines())
+        return
+    host.noop(f"reaches {cluster.gcs_address}")
+
+
+@operation()
+def nodes_listed(cluster: Cluster) -> Commands:
+    """Wait until Ray lists every node, each under its fabric address, with all its GPUs.
+
+    + cluster: the cluster
+    """
+    if not state.is_executing:
+        host.noop("checked at run time")
+        return
+    program = source("ray_nodes")
+    if not host.get_fact(RayNodes, arguments=commands.ray_nodes(cluster, 0), _stdin=program):
+        host.noop(f"Ray lists {len(cluster.nodes)} nodes")
+        return
+    arguments = commands.ray_nodes(cluster, cluster.deadlines.ray)
+    yield _streamed(StringCommand(*map(QuoteString, arguments)), program)
+
+
+@operation()
+def answers(cluster: Cluster) -> Commands:
+    """Stop unless a completion comes back; report it.
+
+    + cluster: the cluster
+    """
+    if not state.is_executing:
+        host.noop("asked at run time")
+        return
+    listen = cluster.serve.host
+    wanted = {
+        "host": "127.0.0.1" if listen == "0.0.0.0" else listen,  # noqa: S104
+        "port": cluster.serve.port,
+        "model": cluster.served_model_name,
+        "deadline": cluster.deadlines.completion,
+        "prompt": PROMPT,
+        "max_tokens": 24,
+        "secrets": commands.secrets_path(cluster),
+    }
+    answer = host.get_fact(Completion, wanted=wanted, _stdin=source("completion"))
+    if answer.error:
+        yield _refuse(
+            f"No completion from {api_url(cluster)} after {answer.seconds} s: {answer.error}",
+            "The server may listen while its engine is dead. See: pyinfra -y inventory.py "
+            "tasks/logs.py",
+        )
+        return
+    _report(cluster, answer)
+    host.noop("a completion came back")
+
+
+def api_url(cluster: Cluster) -> str:
+    """The URL of the API as this machine would reach it."""
+    listen = cluster.serve.host
+    name = cluster.ssh_of(cluster.head).address if listen == "0.0.0.0" else listen  # noqa: S104
+    return f"http://{name}:{cluster.serve.port}/v1"
+
+
+def _report(cluster: Cluster, answer: Answer) -> None:
+    image = observed.image(host)
+    ranks = f"{cluster.tensor_parallel_size} x {cluster.serve.pipeline_parallel_size}"
+    rows = [
+        ("model", cluster.served_model_name),
+        ("hosts", ", ".join(f"{name} {cluster.address(name)}" for name in cluster.nodes)),
+        ("ranks", f"tensor x pipeline = {ranks}, executor {cluster.executor}"),
+        ("image", f"{cluster.image}: {image.versions}" if image else cluster.image),
+        ("prompt", PROMPT),
+        ("answer", f"{answer.text!r} ({answer.tokens} tokens in {answer.seconds} s)"),
+        ("URL", api_url(cluster)),
+    ]
+    for label, text in rows:
+        logger.info(f"    {click.style(label.ljust(7), bold=True)} {text}")
+
+
+@operation()
+def stopped(unit: str) -> Commands:
+    """Have a unit stopped and not started at boot, and its container gone.
+
+    + unit: vllm-ray or vllm-serve
+    """
+    found = observed.look(host)
+    is_loaded = found.unit(unit, "LoadState") not in {"", "not-found"}
+    if not is_loaded and unit not in found.containers:
+        host.noop(f"{unit} is not here")
+        return
+    if is_loaded:
+        yield StringCommand("systemctl", "disable", "--quiet", "--now", f"{unit}.service")
+    yield StringCommand("docker", "rm", "--force", unit, ">/dev/null", "2>&1", "||", "true")
+    observed.forget(host)
+
+
+@operation()
+def removed(cluster: Cluster) -> Commands:
+    """Have no file of ours on this host; caches and models stay.
+
+    + cluster: the cluster
+    """
+    found = observed.look(host)
+    ours = [path for path, content in found.files.items() if content is not None]
+    ours += [path for path, digest in found.secret_files.items() if digest is not None]
+    if not ours:
+        host.noop("no file of ours is here")
+        return
+    yield StringCommand("rm", "-f", *map(QuoteString, ours))
+    yield StringCommand(
+        *("rmdir", "--ignore-fail-on-non-empty", QuoteString(cluster.paths.config)),
+        *("&&", "docker", "volume", "rm", "--force", commands.SHARED_TMP, ">/dev/null", "&&"),
+        *("systemctl", "daemon-reload", "&&", "systemctl", "reset-failed"),
+        *(f"{unit}.service" for unit in (commands.RAY, commands.SERVE)),
+        *("2>/dev/null", "||", "true"),
+    )
+    observed.forget(host)
+
+
+@operation(is_idempotent=False)
+def logged(units: list[str], lines: int) -> Commands:
+    """Print the last lines of units.
+
+    + units: names of units
+    + lines: how many
+    """
+    selected = [part for unit in units for part in ("-u", QuoteString(f"{unit}.service"))]
+    yield _streamed(
+        StringCommand("journalctl", "--no-pager", "-o", "short-iso", "-n", str(lines), *selected)
+    )
+
+
+def reporter(cluster: Cluster) -> str:
+    """The host that speaks for the group: the head, or the first host where it takes no part."""
+    names = [each.name for each in state.inventory.get_active_hosts()]
+    return cluster.head if cluster.head in names else min(names)
+
+
+def _streamed(command: StringCommand, stdin: str | None = None) -> FunctionCommand:
+    """A command whose output is shown while it runs."""
+    arguments: dict[str, Any] = {
+        key: value
+        for key, value in (host.current_op_global_arguments or {}).items()
+        if key in CONNECTOR_ARGUMENT_KEYS
+    }
+    if stdin is not None:
+        arguments["_stdin"] = stdin
+    return FunctionCommand(_stream, (command, arguments), {})
+
+
+def _stream(state: State, host: Host, command: StringCommand, arguments: dict[str, Any]) -> bool:
+    status, _ = host.run_shell_command(
+        command, print_output=True, print_input=state.print_input, **arguments
+    )
+    return bool(status)
+
+
+def _refuse(*lines: str) -> FunctionCommand:
+    """A command that fails and says why; raising in an operation would print a traceback."""
+    return FunctionCommand(_fail, lines, {})
+
+
+def _fail(state: State, host: Host, *lines: str) -> bool:  # noqa: ARG001 -- pyinfra passes both
+    for line in lines:
+        logger.error(f"{host.print_prefix}{click.style(line, fg='red')}")
+    return False
+
+
+@cache
+def _phases() -> dict[str, Any]:
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    text = files("cluster").joinpath("phases.yaml").read_text(encoding="utf-8")
+    table: dict[str, Any] = yaml.load(text, Loader=loader)  # noqa: S506 -- both are safe
+    return table

@@ -1,0 +1,7 @@
+"""Write every host's env files and units."""
+
+from pyinfra import host
+
+from cluster import operations
+
+operations.rendered(name="Write env files and units", cluster=host.data.cluster)

@@ -1,0 +1,14 @@
+"""Print the last lines of every host's units.
+
+More of them: pyinfra -y inventory.py tasks/logs.py --data lines=200
+"""
+
+from pyinfra import host
+
+from cluster import node, operations
+
+operations.logged(
+    name="Print the logs",
+    units=node.containers(host.data.cluster, host.name),
+    lines=int(host.data.get("lines", 40)),
+)

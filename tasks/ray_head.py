@@ -1,0 +1,21 @@
+"""Start Ray on the head; then every host has to reach it over the fabric."""
+
+from pyinfra import host
+
+from cluster import commands, operations
+
+cluster = host.data.cluster
+
+if cluster.executor == "ray":
+    if host.name == cluster.head:
+        operations.paused(name="Stop vllm serve if its group changes")
+        operations.running(
+            name="Start the Ray head",
+            cluster=cluster,
+            unit=commands.RAY,
+            ready="ray",
+            deadline=cluster.deadlines.ray,
+        )
+
+    # Every host runs this: it is the barrier before the workers, and a test of the fabric.
+    operations.head_reached(name="Reach the Ray head over the fabric", cluster=cluster)
