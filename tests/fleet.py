@@ -1,0 +1,142 @@
+"""The hosts of a cluster file played by pyinfra's @fake connector; also a pyinfra inventory.
+
+A fake host remembers what the deployment did to it (image, files, containers), so that a second
+run can find the first one's work, as on a real host.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+from pyinfra.connectors.util import CommandOutput, OutputLine
+
+from cluster import commands
+from cluster.load import load
+from cluster.node import unit_path
+from cluster.settings import Cluster
+
+DIGEST = "sha256:" + "1" * 64
+VERSIONS = {"python": "3.12.9", "vllm": "0.17.1", "ray": "2.48.0", "torch": "2.9.0"}
+
+
+@dataclass
+class FakeHost:
+    """One host: what is on it, and every command that it got."""
+
+    image: dict[str, Any] | None = None
+    versions: dict[str, str | None] = field(default_factory=lambda: dict(VERSIONS))
+    files: dict[str, str] = field(default_factory=dict)
+    running: dict[str, str] = field(default_factory=dict)
+    """Running containers: name -> definition label."""
+    starts: list[str] = field(default_factory=list)
+    commands: list[str] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    """Part of a command -> what it prints on stderr when it fails."""
+    completion: dict[str, Any] = field(
+        default_factory=lambda: {"text": "Hello.", "tokens": 2, "seconds": 0.1}
+    )
+
+    def state(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        """Answer like remote/node_state.py."""
+        return {
+            "docker_error": None,
+            "systemd_error": None,
+            "image": self.image,
+            "containers": {
+                name: {
+                    "id": "c0",
+                    "image": "i0",
+                    "status": "running",
+                    "started": "now",
+                    "definition": definition,
+                }
+                for name, definition in self.running.items()
+            },
+            "units": {name: self.unit(name) for name in wanted["units"]},
+            "files": {path: self.files.get(path) for path in wanted["files"]},
+            "secret_files": dict.fromkeys(wanted["secret_files"]),
+            "listening": commands.SERVE in self.running,
+        }
+
+    def unit(self, name: str) -> dict[str, str]:
+        """Answer like systemctl show."""
+        if unit_path(name) not in self.files:
+            return {"Id": f"{name}.service", "LoadState": "not-found", "ActiveState": "inactive"}
+        is_active = name in self.running
+        return {
+            "LoadState": "loaded",
+            "ActiveState": "active" if is_active else "inactive",
+            "UnitFileState": "enabled" if is_active else "disabled",
+            "NeedDaemonReload": "no",
+        }
+
+    def answer(self, command: str, stdin: str | None) -> Iterable[str]:
+        """Do what a command asks; return its output."""
+        if command.startswith("python3 - node_state"):
+            yield json.dumps(self.state(json.loads(shlex.split(command)[3])))
+        elif command.startswith("python3 - completion"):
+            yield json.dumps(self.completion)
+        elif "importlib.metadata" in command:
+            yield json.dumps(self.versions)
+        elif " docker pull " in command:
+            self.image = {"id": "sha256:" + "0" * 64, "digests": [f"vllm/vllm-openai@{DIGEST}"]}
+        elif stdin and (target := re.search(r"mv (\S+)\.new (\S+)$", command)):
+            self.files[target[2]] = stdin
+        elif start := re.search(r"systemctl start --no-block (\S+)\.service", command):
+            self.starts.append(start[1])
+            label = f"{commands.DEFINITION_LABEL}=([0-9a-f]+)"
+            found = re.search(label, self.files[unit_path(start[1])])
+            assert found
+            self.running[start[1]] = found[1]
+        elif stop := re.search(r"systemctl (?:stop|disable --quiet --now) (\S+)\.service", command):
+            self.running.pop(stop[1], None)
+        elif command.startswith("rm -f "):
+            for path in shlex.split(command)[2:]:
+                self.files.pop(path, None)
+
+
+class Fleet:
+    """All fake hosts of a test, by name."""
+
+    def __init__(self) -> None:
+        self.hosts: dict[str, FakeHost] = {}
+        self.history: list[tuple[str, str]] = []
+
+    def __getitem__(self, name: str) -> FakeHost:
+        return self.hosts.setdefault(name, FakeHost())
+
+    def run(self, name: str, command: Any, arguments: dict[str, Any]) -> tuple[bool, CommandOutput]:
+        """Play @fake's run_shell_command."""
+        host = self[name.removeprefix("@fake/")]
+        text = command.get_masked_value()
+        host.commands.append(text)
+        self.history.append((name.removeprefix("@fake/"), text))
+        complaint = next((line for part, line in host.failures.items() if part in text), None)
+        if complaint is None:
+            answer = host.answer(text, arguments.get("_stdin"))
+            lines = [OutputLine("stdout", line) for line in answer]
+        else:
+            lines = [OutputLine("stderr", complaint)]
+        if arguments.get("print_output"):
+            for line in lines:
+                click.echo(line.line, err=True)
+        return complaint is None, CommandOutput(lines)
+
+
+def fake(cluster: Cluster) -> Cluster:
+    """The same cluster under the names that @fake gives its hosts."""
+    hosts = {f"@fake/{name}": host for name, host in cluster.hosts.items()}
+    return cluster.model_copy(update={"hosts": hosts})
+
+
+if __name__ == "builtins":  # executed by pyinfra as an inventory
+    _cluster = fake(load())
+    _data = {"cluster": _cluster, "_sudo": True, "fake_delay": 0, "fake_delay_jitter": 0}
+    head = [(_cluster.head, _data)]
+    workers = [(name, _data) for name in _cluster.workers]

@@ -1,0 +1,303 @@
+"""The whole deploy and every task, offline, through the real CLI."""
+
+import re
+
+import pytest
+
+from tests.conftest import CLUSTERS, Pyinfra
+from tests.fleet import Fleet
+
+DEPLOY = [
+    "tasks/image.py | Pull the image",
+    "tasks/image.py | Compare the image of all hosts",
+    "tasks/environment.py | Write env files and units",
+    "tasks/ray_head.py | Stop vllm serve if its group changes",
+    "tasks/ray_head.py | Start the Ray head",
+    "tasks/ray_head.py | Reach the Ray head over the fabric",
+    "tasks/ray_workers.py | Start the Ray workers",
+    "tasks/ray_workers.py | Wait until Ray lists every node",
+    "tasks/serve.py | Start vllm serve",
+    "tasks/verify.py | Ask for a completion",
+]
+
+
+def test_deploy_runs_its_operations_in_this_order(run: Pyinfra) -> None:
+    result = run("-y", "deploy.py")
+    assert result.exit_code == 0, result.output
+    assert result.operations == DEPLOY
+    assert "Hello." in result.output
+
+
+def test_a_second_run_changes_nothing(run: Pyinfra, fleet: Fleet) -> None:
+    first = run("-y", "deploy.py")
+    assert fleet["spark-1"].starts == ["vllm-ray", "vllm-serve"]
+    assert fleet["spark-2"].starts == ["vllm-ray"]
+    second = run("-y", "deploy.py")
+    assert first.changes > 5
+    assert second.changes == 0
+    assert second.output.count("No changes") == len(DEPLOY) + 3  # the worker shares three of them
+    assert fleet["spark-1"].starts == ["vllm-ray", "vllm-serve"]
+    # node_state, ReachesRay; on the head RayNodes and Completion too
+    assert {name: len(commands) for name, commands in second.commands.items()} == {
+        "spark-1": 4,
+        "spark-2": 2,
+    }
+
+
+def test_each_host_gets_its_own_part(run: Pyinfra, fleet: Fleet) -> None:
+    run("-y", "deploy.py")
+    head, worker = fleet["spark-1"], fleet["spark-2"]
+    assert "VLLM_HOST_IP=192.168.200.12\n" in head.files["/etc/vllm/node.env"]
+    assert "VLLM_HOST_IP=192.168.200.13\n" in worker.files["/etc/vllm/node.env"]
+    assert "/etc/systemd/system/vllm-serve.service" in head.files
+    assert "/etc/systemd/system/vllm-serve.service" not in worker.files
+    assert not any("vllm-serve" in command for command in worker.commands if "systemctl" in command)
+
+
+def test_no_worker_starts_before_the_head_is_reached(run: Pyinfra, fleet: Fleet) -> None:
+    run("-y", "deploy.py")
+    started = fleet.history.index(("spark-2", "systemctl start --no-block vllm-ray.service"))
+    reached = [
+        index
+        for index, (_, command) in enumerate(fleet.history)
+        if command.startswith("python3 - reach")
+    ]
+    assert len(reached) == 2
+    assert max(reached) < started
+
+
+@pytest.mark.parametrize(
+    ("failure", "last"),
+    [
+        ("systemctl start --no-block vllm-ray", "Start the Ray head"),
+        ("docker pull", "Pull the image"),
+        ("python3 - wait_unit", "Start the Ray head"),
+    ],
+)
+def test_a_failed_head_stops_the_workers(
+    run: Pyinfra, fleet: Fleet, failure: str, last: str
+) -> None:
+    fleet["spark-1"].failures[failure] = "it broke"
+    result = run("-y", "deploy.py")
+    assert result.exit_code == 1
+    assert "it broke" in result.output
+    assert fleet["spark-2"].starts == []
+    assert last in result.output
+    assert "Start the Ray workers" not in result.output
+
+
+def test_a_worker_that_does_not_reach_the_head_stops_all(run: Pyinfra, fleet: Fleet) -> None:
+    def unreachable(command: str, stdin: str | None, answer=fleet["spark-2"].answer):
+        if command.startswith("python3 - reach"):
+            return ["Ray's head cannot be reached: no route"]
+        return answer(command, stdin)
+
+    fleet["spark-2"].answer = unreachable  # type: ignore[method-assign]
+    result = run("-y", "deploy.py")
+    assert result.exit_code == 1
+    assert "no route" in result.output
+    assert "Traceback" not in result.output
+    assert fleet["spark-2"].starts == []
+    assert fleet["spark-1"].starts == ["vllm-ray"]
+
+
+def test_different_images_stop_the_deploy_and_are_named(run: Pyinfra, fleet: Fleet) -> None:
+    other = "sha256:" + "2" * 64
+    fleet["spark-2"].image = {"id": other, "digests": [f"vllm/vllm-openai@{other}"]}
+    result = run("-y", "deploy.py")
+    assert result.exit_code == 1
+    assert f"spark-2: {other}" in result.output
+    assert "pull=always" in result.output
+    assert fleet["spark-1"].files == {}
+
+
+def test_pull_always_pulls_again(run: Pyinfra, fleet: Fleet) -> None:
+    run("-y", "tasks/image.py")
+    again = run("-y", "tasks/image.py", "--data", "pull=always")
+    assert all("docker pull" in " ".join(commands) for commands in again.commands.values())
+
+
+def test_an_image_without_ray_is_refused_with_the_remedy(run: Pyinfra, fleet: Fleet) -> None:
+    fleet["spark-1"].versions["ray"] = None
+    result = run("-y", "deploy.py")
+    assert result.exit_code == 1
+    assert 'pip install "ray==2.56.1"' in result.output
+    assert fleet["spark-1"].starts == []
+
+
+def test_a_changed_serve_flag_restarts_serve_alone(
+    run: Pyinfra, fleet: Fleet, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    run("-y", "deploy.py")
+    before = dict(fleet["spark-1"].running)
+    changed = tmp_path_factory.mktemp("clusters") / "cluster.yaml"
+    text = (CLUSTERS / "two-hosts.yaml").read_text(encoding="utf-8")
+    changed.write_text(f"{text}serve: {{flags: {{max-num-seqs: 4}}}}\n", encoding="utf-8")
+    run("-y", "deploy.py", cluster=changed)
+    assert fleet["spark-1"].running["vllm-ray"] == before["vllm-ray"]
+    assert fleet["spark-1"].running["vllm-serve"] != before["vllm-serve"]
+    assert fleet["spark-1"].starts == ["vllm-ray", "vllm-serve", "vllm-serve"]
+    assert fleet["spark-2"].starts == ["vllm-ray"]
+
+
+def test_a_changed_worker_restarts_its_ray_and_serve_in_order(
+    run: Pyinfra, fleet: Fleet, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    run("-y", "deploy.py")
+    changed = tmp_path_factory.mktemp("clusters") / "cluster.yaml"
+    text = (CLUSTERS / "two-hosts.yaml").read_text(encoding="utf-8")
+    changed.write_text(f"{text}    env: {{NCCL_DEBUG: INFO}}\n", encoding="utf-8")
+    del fleet.history[:]
+    run("-y", "deploy.py", cluster=changed)
+    moves = [
+        (name, command) for name, command in fleet.history if re.search("systemctl st", command)
+    ]
+    assert moves == [
+        ("spark-1", "systemctl stop vllm-serve.service"),
+        ("spark-2", "systemctl stop vllm-ray.service"),
+        ("spark-2", "systemctl start --no-block vllm-ray.service"),
+        ("spark-1", "systemctl stop vllm-serve.service"),
+        ("spark-1", "systemctl start --no-block vllm-serve.service"),
+    ]
+
+
+def test_interrupted_between_files_and_restart_converges(run: Pyinfra, fleet: Fleet) -> None:
+    run("-y", "deploy.py")
+    wanted = dict(fleet["spark-1"].running)
+    # The files are those of this run; the containers are an earlier run's.
+    fleet["spark-1"].running["vllm-serve"] = "0000000000000000"
+    run("-y", "deploy.py")
+    assert fleet["spark-1"].running == wanted
+    assert fleet["spark-1"].starts == ["vllm-ray", "vllm-serve", "vllm-serve"]
+
+
+def test_no_completion_fails_the_run(run: Pyinfra, fleet: Fleet) -> None:
+    fleet["spark-1"].completion = {"error": "HTTP 500: engine died", "seconds": 0.2}
+    result = run("-y", "deploy.py")
+    assert result.exit_code == 1
+    assert "engine died" in result.output
+    assert "tasks/logs.py" in result.output
+
+
+def test_dry_run_with_diff_shows_the_files_and_touches_nothing(run: Pyinfra, fleet: Fleet) -> None:
+    fleet["spark-1"].image = fleet["spark-2"].image = {"id": "sha256:abc", "digests": []}
+    result = run("--dry", "--diff", "deploy.py")
+    assert result.exit_code == 0, result.output
+    assert "+VLLM_HOST_IP=192.168.200.13" in result.output
+    assert fleet["spark-1"].files == {}
+    assert fleet["spark-1"].starts == []
+
+
+def test_secrets_show_nowhere(run: Pyinfra, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_RAY_TOKEN", "s3cret-ray")
+    monkeypatch.setenv("TEST_API_KEY", "s3cret-key")
+    cluster = CLUSTERS / "four-hosts.yaml"
+    for arguments in (("--dry", "--diff"), ("-y", "-vvv", "--diff"), ("--dry", "--json")):
+        result = run(*arguments, "deploy.py", cluster=cluster)
+        assert "s3cret" not in result.output
+    assert "VLLM_API_KEY=s3cret-key\n" in fleet["node-a"].files["/etc/vllm/secrets.env"]
+    assert not any("s3cret" in command for _, command in fleet.history)
+    assert "s3cret" not in run("debug-inventory", cluster=cluster).output
+
+
+@pytest.mark.parametrize(
+    ("task", "operations"),
+    [
+        ("image", ["Pull the image", "Compare the image of all hosts"]),
+        ("environment", ["Write env files and units"]),
+        (
+            "ray_head",
+            [
+                "Stop vllm serve if its group changes",
+                "Start the Ray head",
+                "Reach the Ray head over the fabric",
+            ],
+        ),
+        ("ray_workers", ["Start the Ray workers", "Wait until Ray lists every node"]),
+        ("serve", ["Start vllm serve"]),
+        ("verify", ["Ask for a completion"]),
+        ("logs", ["Print the logs"]),
+        (
+            "stop",
+            [
+                "Stop vllm serve",
+                "Stop the Ray workers",
+                "Stop the Ray head",
+                "Remove our units and files",
+            ],
+        ),
+    ],
+)
+def test_every_task_runs_alone(run: Pyinfra, task: str, operations: list[str]) -> None:
+    run("-y", "deploy.py")
+    result = run("-y", f"tasks/{task}.py")
+    assert result.exit_code == 0, result.output
+    assert result.operations == operations
+
+
+def test_tasks_one_by_one_equal_the_deploy(run: Pyinfra, fleet: Fleet) -> None:
+    for task in ("image", "environment", "ray_head", "ray_workers", "serve", "verify"):
+        assert run("-y", f"tasks/{task}.py").exit_code == 0
+    assert run("-y", "deploy.py").changes == 0
+
+
+def test_stop_leaves_nothing_and_can_be_repeated(run: Pyinfra, fleet: Fleet) -> None:
+    run("-y", "deploy.py")
+    del fleet.history[:]
+    assert run("-y", "tasks/stop.py").exit_code == 0
+    assert [fleet[name].running for name in ("spark-1", "spark-2")] == [{}, {}]
+    assert [fleet[name].files for name in ("spark-1", "spark-2")] == [{}, {}]
+    stops = [(name, command.split()[-1]) for name, command in fleet.history if "--now" in command]
+    assert stops == [
+        ("spark-1", "vllm-serve.service"),
+        ("spark-2", "vllm-ray.service"),
+        ("spark-1", "vllm-ray.service"),
+    ]
+    assert run("-y", "tasks/stop.py").changes == 0
+    assert run("-y", "deploy.py").exit_code == 0
+
+
+def test_limit_reruns_one_worker(run: Pyinfra, fleet: Fleet) -> None:
+    run("-y", "deploy.py")
+    result = run("-y", "tasks/ray_workers.py", "--limit", "workers")
+    assert result.exit_code == 0, result.output
+    assert result.commands["spark-1"] == []
+    assert result.changes == 0
+
+
+def test_four_hosts_start_together(
+    run: Pyinfra, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_RAY_TOKEN", "x")
+    monkeypatch.setenv("TEST_API_KEY", "y")
+    result = run("-y", "deploy.py", cluster=CLUSTERS / "four-hosts.yaml")
+    assert result.exit_code == 0, result.output
+    assert result.operations == DEPLOY
+    assert [fleet[name].starts for name in ("node-a", "node-b", "node-c", "node-d")] == [
+        ["vllm-ray", "vllm-serve"],
+        ["vllm-ray"],
+        ["vllm-ray"],
+        ["vllm-ray"],
+    ]
+
+
+def test_one_host_alone(run: Pyinfra, fleet: Fleet) -> None:
+    result = run("-y", "deploy.py", cluster=CLUSTERS / "one-host.yaml")
+    assert result.exit_code == 0, result.output
+    assert fleet["box"].starts == ["vllm-ray", "vllm-serve"]
+
+
+def test_without_ray_every_host_serves(run: Pyinfra, fleet: Fleet) -> None:
+    for name in ("spark-1", "spark-2"):
+        fleet[name].versions["ray"] = None
+    result = run("-y", "deploy.py", cluster=CLUSTERS / "no-ray.yaml")
+    assert result.exit_code == 0, result.output
+    assert [fleet[name].starts for name in ("spark-1", "spark-2")] == [["vllm-serve"]] * 2
+    unit = fleet["spark-2"].files["/etc/systemd/system/vllm-serve.service"]
+    assert "--headless" in unit
+
+
+def test_another_role_stops_what_it_no_longer_has(run: Pyinfra, fleet: Fleet) -> None:
+    run("-y", "deploy.py")
+    run("-y", "deploy.py", cluster=CLUSTERS / "no-ray.yaml")
+    assert [sorted(fleet[name].running) for name in ("spark-1", "spark-2")] == [["vllm-serve"]] * 2
