@@ -1,5 +1,5 @@
 """One large model on several hosts: from cluster.yaml to running vLLM processes.
 
-Pure: settings, positions, environment, commands, units, node, phases.
-Shell (pyinfra): inventory, facts, operations. remote/ holds the programs that run on the hosts.
+Pure: settings, positions, load, ssh, environment, commands, units, node, fabric.
+Shell (pyinfra): inventory, facts, observed, operations. remote/: the programs that run on hosts.
 """

@@ -74,6 +74,7 @@ class HostState:
     files: dict[str, str | None]
     secret_files: dict[str, str | None]
     listening: bool
+    addresses: dict[str, list[str]]
 
     def unit(self, name: str, key: str) -> str:
         """A property of a unit as systemctl show gives it; "" where there is none."""

@@ -78,16 +78,24 @@ def _describe(details: ErrorDetails, document: Document) -> tuple[Keys, str]:
     if details["loc"] and details["loc"][-1] == "[key]":
         return keys, f"{keys[-1]!r:.60} is not a valid {_noun(keys[:-1])}"
     if kind == "value_error":
-        return keys, f"{value!r:.60} {details['ctx']['error']}"
+        return keys, f"{_shown(value, keys)}{details['ctx']['error']}"
+    if kind in {"dict_type", "model_type"}:
+        section = _section((*keys, ""))
+        known = f": {', '.join(sorted(section.model_fields))}" if section else ""
+        if keys == ("hosts",):
+            known = ", a name for each host"
+        return keys, f"has to hold keys with values{known}{_purpose(keys)}"
     message = details["msg"]
     message = message[0].lower() + message[1:]
     if kind in {"string_type", "int_type", "float_type", "bool_type"} and value is None:
         return keys, f"has no value; {message}{_purpose(keys)}"
-    return keys, f"{_shown(value)}{message}{_purpose(keys)}"
+    return keys, f"{_shown(value, keys)}{message}{_purpose(keys)}"
 
 
-def _shown(value: Any) -> str:
-    return "" if isinstance(value, (dict, list)) else f"{value!r:.60}: "
+def _shown(value: Any, keys: Keys) -> str:
+    """The value, unless it is large or may be a secret."""
+    is_private = "env" in keys or "secrets" in keys
+    return "" if is_private or isinstance(value, (dict, list)) else f"{value!r:.60}: "
 
 
 def _keys(location: tuple[int | str, ...], document: Document) -> Keys:
@@ -136,6 +144,7 @@ def _purpose(keys: Keys) -> str:
 
 def _noun(keys: Keys) -> str:
     names = {
+        "hcas": "RDMA device name",
         "hosts": "host name (letters, digits, '.', '-')",
         "via": "host name",
         "env": "variable name (letters, digits, '_')",

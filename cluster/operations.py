@@ -20,6 +20,7 @@ from pyinfra.api.arguments import CONNECTOR_ARGUMENT_KEYS
 from pyinfra.api.command import PyinfraCommand
 
 from cluster import commands, node, observed
+from cluster.fabric import fabric_problem
 from cluster.facts import (
     Answer,
     Completion,
@@ -106,9 +107,15 @@ def same_image(cluster: Cluster) -> Commands:
 def rendered(cluster: Cluster) -> Commands:
     """Have the env files and units of this host as cluster.yaml says.
 
+    Stops where the host does not have the fabric address that they would carry.
+
     + cluster: the cluster
     """
     found, wanted = observed.look(host), observed.wanted(host)
+    problem = fabric_problem(cluster, host.name, found.addresses)
+    if problem:
+        yield _refuse(problem)
+        return
     stale = [file for file in wanted.files if not _is_current(file, found)]
     paths = {file.path for file in wanted.files}
     leftover = [path for path, content in found.files.items() if content and path not in paths]
@@ -292,6 +299,62 @@ def answers(cluster: Cluster) -> Commands:
         return
     _report(cluster, answer)
     host.noop("a completion came back")
+
+
+@operation()
+def seen() -> Commands:
+    """Read what is on this host, for a report."""
+    found = observed.look(host)
+    host.noop(found.docker_error or "read")
+    yield from ()
+
+
+@operation()
+def status_shown(cluster: Cluster) -> Commands:
+    """Print what every host of this run should run and what it runs.
+
+    + cluster: the cluster
+    """
+    if state.is_executing:
+        rows = [_status_row(cluster, each) for each in state.inventory.get_active_hosts()]
+        _print_table(("host", "role", "fabric", commands.RAY, commands.SERVE, "image"), rows)
+    host.noop("shown")
+    yield from ()
+
+
+def _status_row(cluster: Cluster, each: Host) -> tuple[str, ...]:
+    found = observed.look(each)
+    wanted = observed.wanted(each).definitions
+    cells = [_unit_status(found, unit, wanted.get(unit)) for unit in (commands.RAY, commands.SERVE)]
+    image = found.docker_error or (found.image.id[:19] if found.image else "not pulled")
+    role = cluster.hosts[each.name].role
+    return (each.name, role, str(cluster.address(each.name)), *cells, image)
+
+
+def _unit_status(found: HostState, unit: str, definition: str | None) -> str:
+    container = found.containers.get(unit)
+    if definition is None and container is None:
+        return "-"
+    active = found.unit(unit, "ActiveState") or "no unit"
+    restarts = found.unit(unit, "NRestarts")
+    parts = [f"{active}, {container.status}" if container else f"{active}, no container"]
+    if container and container.definition != definition:
+        parts.append("differs from cluster.yaml")
+    if restarts not in {"", "0"}:
+        parts.append(f"{restarts} restarts")
+    return ", ".join(parts)
+
+
+def _print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in header:
+        table.add_column(title, overflow="fold")
+    for row in sorted(rows, key=lambda row: row[1] != "head"):
+        table.add_row(*row)
+    Console(stderr=True, soft_wrap=False).print(table)
 
 
 def api_url(cluster: Cluster) -> str:

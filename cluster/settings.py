@@ -33,6 +33,8 @@ RAY_CLIENT_PORT = 10001
 """Ray's client server (ray start --ray-client-server-port), on the head."""
 RAY_WORKER_PORTS = range(10002, 20000)
 """Ray gives its worker processes ports from this range (ray start --min-worker-port)."""
+MAX_VALUE_BYTES = 32768
+"""Docker reads env files in lines of at most 64 KiB (Go's bufio.MaxScanTokenSize)."""
 MANAGED_FLAGS = {
     "api-key": "it would show in the process list; put VLLM_API_KEY under secrets",
     "distributed-executor-backend": "set executor",
@@ -55,6 +57,12 @@ MANAGED_FLAGS = {
 def _one_line(value: str) -> str:
     if any(character in value for character in "\n\r\0"):
         raise ValueError("has a line break or NUL; an env file holds one line per variable")
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError:
+        raise ValueError("has half a character (a lone surrogate) in it") from None
+    if size > MAX_VALUE_BYTES:
+        raise ValueError(f"has {size:,} bytes; at most {MAX_VALUE_BYTES:,}")
     return value
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import click
+import pyinfra
 from pyinfra.connectors.util import CommandOutput, OutputLine
 
 from cluster import commands
@@ -38,6 +39,7 @@ class FakeHost:
     commands: list[str] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     """Part of a command -> what it prints on stderr when it fails."""
+    addresses: dict[str, list[str]] = field(default_factory=dict)
     completion: dict[str, Any] = field(
         default_factory=lambda: {"text": "Hello.", "tokens": 2, "seconds": 0.1}
     )
@@ -61,6 +63,7 @@ class FakeHost:
             "units": {name: self.unit(name) for name in wanted["units"]},
             "files": {path: self.files.get(path) for path in wanted["files"]},
             "secret_files": dict.fromkeys(wanted["secret_files"]),
+            "addresses": self.addresses,
             "listening": commands.SERVE in self.running,
         }
 
@@ -114,6 +117,9 @@ class Fleet:
     def run(self, name: str, command: Any, arguments: dict[str, Any]) -> tuple[bool, CommandOutput]:
         """Play @fake's run_shell_command."""
         host = self[name.removeprefix("@fake/")]
+        if not host.addresses:  # as cluster.yaml says
+            fabric = pyinfra.inventory.get_host(name).data.cluster.hosts[name].fabric
+            host.addresses = {"lo": ["127.0.0.1"], fabric.interface: [str(fabric.address.ip)]}
         text = command.get_masked_value()
         host.commands.append(text)
         self.history.append((name.removeprefix("@fake/"), text))

@@ -101,6 +101,14 @@ def test_a_worker_that_does_not_reach_the_head_stops_all(run: Pyinfra, fleet: Fl
     assert fleet["spark-1"].starts == ["vllm-ray"]
 
 
+def test_a_wrong_interface_stops_before_anything_starts(run: Pyinfra, fleet: Fleet) -> None:
+    fleet["spark-2"].addresses = {"eth7": ["192.168.200.13"]}
+    result = run("-y", "deploy.py")
+    assert result.exit_code == 1
+    assert "hosts.@fake/spark-2.fabric.interface: eth7" in result.output
+    assert fleet["spark-1"].starts == fleet["spark-2"].starts == []
+
+
 def test_different_images_stop_the_deploy_and_are_named(run: Pyinfra, fleet: Fleet) -> None:
     other = "sha256:" + "2" * 64
     fleet["spark-2"].image = {"id": other, "digests": [f"vllm/vllm-openai@{other}"]}
@@ -216,6 +224,10 @@ def test_secrets_show_nowhere(run: Pyinfra, fleet: Fleet, monkeypatch: pytest.Mo
         ("ray_workers", ["Start the Ray workers", "Wait until Ray lists every node"]),
         ("serve", ["Start vllm serve"]),
         ("verify", ["Ask for a completion"]),
+        (
+            "status",
+            ["Read the state of every host", "Show the state", "Ask for a completion"],
+        ),
         ("logs", ["Print the logs"]),
         (
             "stop",

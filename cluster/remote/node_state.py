@@ -1,4 +1,4 @@
-"""Prints, as one JSON object, what is on this host: image, containers, units, our files.
+"""Prints, as one JSON object, what is on this host: image, containers, units, addresses, our files.
 
 Argument (JSON): image, containers [name], units [name], files [path], secret_files [path],
 label, port. Everything slow runs at the same time: one round trip, a tenth of a second.
@@ -72,6 +72,16 @@ def listening(port: int | None) -> bool:
     return True
 
 
+def interfaces(text: str) -> Dict[str, List[str]]:
+    """Parse `ip -o -4 addr show`: 2: eth0    inet 10.0.0.2/24 brd ..."""
+    found: Dict[str, List[str]] = {}
+    for line in text.splitlines():
+        words = line.split()
+        if len(words) > 3 and words[2] == "inet":
+            found.setdefault(words[1].partition("@")[0], []).append(words[3].partition("/")[0])
+    return found
+
+
 def main(wanted: Dict[str, Any]) -> None:
     image = start("docker", "image", "inspect", wanted["image"])
     containers = start("docker", "container", "inspect", *wanted["containers"])
@@ -81,12 +91,15 @@ def main(wanted: Dict[str, Any]) -> None:
         "--property=" + UNIT_PROPERTIES,
         *(name + ".service" for name in wanted["units"]),
     )
+    addresses = start("ip", "-o", "-4", "addr", "show")
     files = {path: read(path) for path in wanted["files"]}
     secrets = {path: read(path) for path in wanted["secret_files"]}
     image_out, image_error = finish(image)
     containers_out, containers_error = finish(containers)
     units_out, units_error = finish(units)
+    addresses_out, _ = finish(addresses)
     state: Dict[str, Any] = {
+        "addresses": interfaces(addresses_out.decode(errors="replace")),
         "docker_error": docker_complaint(image_error, containers_error),
         "systemd_error": units_error or None,
         "image": None,

@@ -1,0 +1,64 @@
+# make demo    two hosts on this machine, a deploy over ssh, a real completion
+# make check   lint, types, offline tests: under a minute
+# make test    check, then end to end in the lab
+# Everything that is missing is set up first, under .venv and .lab.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+LAB := $(BIN)/python -m tests.lab
+
+.PHONY: demo demo-down check test test-all bench schema lock clean help
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+$(VENV)/installed: requirements.lock
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	touch $@
+
+demo: $(VENV)/installed
+	$(LAB) up
+	CLUSTER=tests/lab/cluster.yaml $(BIN)/pyinfra -y inventory.py deploy.py
+	@echo
+	@echo "It serves. Ask it something yourself:"
+	@echo "  curl -s http://127.0.0.1:28000/v1/completions -H 'Content-Type: application/json' \\"
+	@echo "    -d '{\"model\": \"tiny\", \"prompt\": \"Hello\", \"max_tokens\": 8}'"
+	@echo "The same deploy again changes nothing: CLUSTER=tests/lab/cluster.yaml $(BIN)/pyinfra -y inventory.py deploy.py"
+	@echo "Look inside a host: $(LAB) exec spark-1 bash. Remove it all: make demo-down"
+
+demo-down: $(VENV)/installed
+	$(LAB) down
+
+check: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -q -m "not lab"
+
+test: check
+	$(LAB) up
+	$(BIN)/pytest -m "lab and not slow"
+
+test-all: check
+	$(LAB) up
+	$(BIN)/pytest -m lab
+
+bench: $(VENV)/installed
+	$(LAB) up
+	$(BIN)/python tests/benchmarks/rerun.py
+
+schema: $(VENV)/installed
+	$(BIN)/python -m cluster.schema > group_data/cluster.schema.json
+
+lock:
+	$(PYTHON) -m venv .lock-venv
+	.lock-venv/bin/pip install --quiet uv
+	.lock-venv/bin/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url \
+	    --no-header --python-version 3.10 --group dev pyproject.toml -o requirements.lock
+	rm -r .lock-venv
+
+clean:
+	test ! -d $(VENV) || $(LAB) down --purge
+	rm -rf $(VENV) .cluster
