@@ -326,7 +326,9 @@ def _status_row(cluster: Cluster, each: Host) -> tuple[str, ...]:
     found = observed.look(each)
     wanted = observed.wanted(each).definitions
     cells = [_unit_status(found, unit, wanted.get(unit)) for unit in (commands.RAY, commands.SERVE)]
-    image = found.docker_error or (found.image.id[:19] if found.image else "not pulled")
+    image = found.docker_error or (
+        found.image.id[:19].removeprefix("sha256:") if found.image else "not pulled"
+    )
     role = cluster.hosts[each.name].role
     return (each.name, role, str(cluster.address(each.name)), *cells, image)
 
@@ -337,7 +339,10 @@ def _unit_status(found: HostState, unit: str, definition: str | None) -> str:
         return "-"
     active = found.unit(unit, "ActiveState") or "no unit"
     restarts = found.unit(unit, "NRestarts")
-    parts = [f"{active}, {container.status}" if container else f"{active}, no container"]
+    if container and active == "active":
+        parts = [container.status]
+    else:
+        parts = [f"unit {active}", f"container {container.status if container else 'none'}"]
     if container and container.definition != definition:
         parts.append("differs from cluster.yaml")
     if restarts not in {"", "0"}:

@@ -49,16 +49,18 @@ def test_the_phases_of_a_real_start() -> None:
     progress = phases("serve")
     lines = (LOGS / "serve-cpu-0.32.log").read_text(encoding="utf-8").splitlines()
     said = [news for line in lines if (news := progress.feed(line))]
+    # Ray forwards the ranks' lines in its own order.
     assert said == [
         "vLLM 0.32.0",
         "engine starts",
-        "rendezvous at 192.168.200.12:100",
-        "every rank is connected",
-        "weights load",
+        "weights 0 of 1",
         "weights 1 of 1, about 00:00 left",
-        "weights loaded in 0.01 s",
-        "KV cache of 2,097,152 tokens",
-        "engine ready after 1.24 s",
+        "rendezvous at 192.168.200.12:36439",
+        "ranks are connected",
+        "weights load",
+        "weights loaded in 0.00 s",
+        "KV cache of 4,194,304 tokens",
+        "engine ready after 2.60 s",
         "listens",
     ]
     assert progress.ready

@@ -50,8 +50,7 @@ def test_golden_files(case: str) -> None:
         for file in render(cluster, name, IMAGE).files:
             if not file.path.endswith(".py"):
                 written[f"{name}/{Path(file.path).name}"] = file.content
-    if "/" not in str(cluster.ssh.key or ""):
-        written["ssh_config"] = ssh_config(cluster, None)
+    written["ssh_config"] = ssh_config(cluster, None)
     folder = GOLDEN / case
     if os.environ.get("UPDATE_GOLDEN"):
         for name, content in written.items():

@@ -188,7 +188,7 @@ def main(wanted: Dict[str, Any]) -> int:
                 )
                 return end(2, why, progress)
             if now - spoken >= PROGRESS_SECONDS:
-                say(began, progress.now())
+                say(began, "... " + progress.now())
                 spoken = now
     finally:
         journal.close()
