@@ -161,7 +161,8 @@ def parse_image_header(env_text: str) -> Image | None:
 
 def _own(cluster: Cluster, name: str, run: list[str]) -> str:
     variables = [*node_environment(cluster, name), *secret_environment(cluster)]
-    return _digest([*run, *(f"{variable.name}={variable.value}" for variable in variables)])
+    # Another order of the same variables is the same environment.
+    return _digest([*run, *sorted(f"{variable.name}={variable.value}" for variable in variables)])
 
 
 def _digest(parts: list[str]) -> str:

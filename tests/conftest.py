@@ -59,13 +59,17 @@ def run(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pyinfra]:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(pyinfra, "is_cli", True)
 
-    def call(*arguments: str, cluster: Path = CLUSTERS / "two-hosts.yaml") -> Run:
+    def call(
+        *arguments: str,
+        cluster: Path = CLUSTERS / "two-hosts.yaml",
+        input: str | None = None,  # noqa: A002 -- click's own name for it
+    ) -> Run:
         monkeypatch.setenv("CLUSTER", str(cluster))
         ctx_state.reset()
         ctx_inventory.reset()
         logging.getLogger("pyinfra").handlers.clear()  # each run adds its own
         before = {name: len(host.commands) for name, host in fleet.hosts.items()}
-        result = CliRunner().invoke(cli, ["tests/fleet.py", *arguments])
+        result = CliRunner().invoke(cli, ["tests/fleet.py", *arguments], input=input)
         operations: list[str] = []
         if ctx_state.isset() and pyinfra.state.initialised:
             operations = [

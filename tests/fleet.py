@@ -40,6 +40,8 @@ class FakeHost:
     failures: dict[str, str] = field(default_factory=dict)
     """Part of a command -> what it prints on stderr when it fails."""
     addresses: dict[str, list[str]] = field(default_factory=dict)
+    untold: bool = False
+    """A unit file has changed and systemd has not been told."""
     completion: dict[str, Any] = field(
         default_factory=lambda: {"text": "Hello.", "tokens": 2, "seconds": 0.1}
     )
@@ -76,7 +78,7 @@ class FakeHost:
             "LoadState": "loaded",
             "ActiveState": "active" if is_active else "inactive",
             "UnitFileState": "enabled" if is_active else "disabled",
-            "NeedDaemonReload": "no",
+            "NeedDaemonReload": "yes" if self.untold else "no",
         }
 
     def answer(self, command: str, stdin: str | None) -> Iterable[str]:
@@ -91,7 +93,11 @@ class FakeHost:
             self.image = {"id": "sha256:" + "0" * 64, "digests": [f"vllm/vllm-openai@{DIGEST}"]}
         elif stdin and (target := re.search(r"mv (\S+)\.new (\S+)$", command)):
             self.files[target[2]] = stdin
+            self.untold = self.untold or target[2].endswith(".service")
+        elif command == "systemctl daemon-reload":
+            self.untold = False
         elif start := re.search(r"systemctl start --no-block (\S+)\.service", command):
+            assert not self.untold
             self.starts.append(start[1])
             label = f"{commands.DEFINITION_LABEL}=([0-9a-f]+)"
             found = re.search(label, self.files[unit_path(start[1])])

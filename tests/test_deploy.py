@@ -179,6 +179,22 @@ def test_interrupted_between_files_and_restart_converges(run: Pyinfra, fleet: Fl
     assert fleet["spark-1"].starts == ["vllm-ray", "vllm-serve", "vllm-serve"]
 
 
+def test_interrupted_before_systemd_was_told_converges(run: Pyinfra, fleet: Fleet) -> None:
+    run("-y", "deploy.py")
+    fleet["spark-2"].untold = True
+    assert run("-y", "deploy.py").commands["spark-2"].count("systemctl daemon-reload") == 1
+    assert run("-y", "deploy.py").changes == 0
+
+
+def test_the_plan_is_not_taken_for_the_state_at_its_execution(run: Pyinfra, fleet: Fleet) -> None:
+    """Without -y a person reads the plan first, for as long as they like."""
+    run("-y", "deploy.py")
+    result = run("tasks/environment.py", input="\n")
+    assert result.exit_code == 0, result.output
+    looks = [part for part in result.commands["spark-1"] if "node_state" in part]
+    assert len(looks) == 2
+
+
 def test_no_completion_fails_the_run(run: Pyinfra, fleet: Fleet) -> None:
     fleet["spark-1"].completion = {"error": "HTTP 500: engine died", "seconds": 0.2}
     result = run("-y", "deploy.py")

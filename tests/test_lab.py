@@ -102,7 +102,7 @@ def variant(folder: Path, **changes: Any) -> Path:
             section = section.setdefault(key, {})
         section[last] = value
     target = folder / "cluster.yaml"
-    target.write_text(yaml.safe_dump(values), encoding="utf-8")
+    target.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     return target
 
 
@@ -296,7 +296,7 @@ def test_task_by_task_equals_the_deploy_and_tp_2_equals_tp_1(lab: Lab, tmp_path:
     values = yaml.safe_load(BASE.read_text(encoding="utf-8"))
     del values["hosts"]["spark-2"]
     one = tmp_path / "one.yaml"
-    one.write_text(yaml.safe_dump(values), encoding="utf-8")
+    one.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     deploy(one)
     alone = completions()
     assert pyinfra("tasks/stop.py", cluster=one).code == 0

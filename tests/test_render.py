@@ -186,6 +186,8 @@ def test_definitions_depend_on_what_they_stand_on() -> None:
     assert changed(hosts__spark_1__env={"A": "b"}) == everything
     assert changed(env={"A": "b"}) == everything
     assert changed(deadlines={"stop": 5}) == set()
+    other_order = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert changed(env={**other_order, "NCCL_IGNORE_CPU_AFFINITY": "1"}) == set()
     assert changed(hosts__spark_2__ssh={"address": "elsewhere"}) == set()
 
 
@@ -216,6 +218,7 @@ def test_a_chain_of_jump_hosts_is_flat() -> None:
     values = {"image": "i", "model": "m", "hosts": hosts, "ssh": {"user": "u", "port": 2222}}
     text = ssh_config(Cluster.model_validate(values), "/home/user/.ssh/config")
     assert "ProxyJump h1,u@192.0.2.2:2222\n" in text
+    assert "\n\nHost 192.0.2.2\n    HostName 192.0.2.2\n" in text
     assert text.endswith("Host *\n    Include /home/user/.ssh/config\n")
 
 
