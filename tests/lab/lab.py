@@ -195,6 +195,9 @@ def _networks(engine: Engine) -> None:
         # No way out of the fabric: a host that has nothing else has no default route.
         argv = ["network", "create", "--label", LABEL, "--subnet", subnet]
         argv += ["--internal"] if network == "fabric" else []
+        # A bridge of a fixed name: what an engine that was killed left behind is taken over, and
+        # not doubled by a second bridge with the same addresses.
+        argv += ["--opt", f"com.docker.network.bridge.name=mnvllm-{network}"]
         try:
             engine.docker(*argv, name)
         except LabError as problem:
