@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
-import paramiko
-
+from cluster.jump import Channel, Prompt
 from cluster.settings import Cluster
 from cluster.ssh import ssh_config, strictness
 
 SSH_CONFIG = Path(".cluster/ssh_config")
-"""Written beside the deploy files, ignored by git."""
+"""Written beside the deploy files for people (ssh -F), ignored by git."""
 
 HostData = tuple[str, dict[str, Any]]
-
-
-class Prompt:
-    """A paramiko transport whose small packets leave at once.
-
-    With Nagle's algorithm on, every command waits about 40 ms for a delayed acknowledgement.
-    """
-
-    def __call__(self, sock: Any, **options: Any) -> paramiko.Transport:
-        """Return a transport over `sock`, which is a channel where a jump host is in between."""
-        if isinstance(sock, socket.socket):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return paramiko.Transport(sock, **options)
-
-    def to_json(self) -> str:
-        """For pyinfra's debug-inventory."""
-        return "TCP_NODELAY"
 
 
 def groups(cluster: Cluster) -> tuple[list[HostData], list[HostData]]:
@@ -44,14 +25,26 @@ def groups(cluster: Cluster) -> tuple[list[HostData], list[HostData]]:
 
 def _host_data(cluster: Cluster, name: str, prompt: Prompt) -> dict[str, Any]:
     ssh = cluster.ssh_of(name)
+    address, port = str(ssh.address), ssh.port or 22
+    options: dict[str, Any] = {"transport_factory": prompt}
     data: dict[str, Any] = {
         "cluster": cluster,
-        "ssh_config_file": str(SSH_CONFIG),
+        "ssh_hostname": address,
         "ssh_strict_host_key_checking": strictness(ssh),
-        "ssh_paramiko_connect_kwargs": {"transport_factory": prompt},
+        "ssh_paramiko_connect_kwargs": options,
     }
+    if port != 22:
+        data["ssh_port"] = port
+    if ssh.user:
+        data["ssh_user"] = ssh.user
     if ssh.key:
+        # Not pyinfra's ssh_key: that one asks for a passphrase even where an agent holds the key.
+        options["key_filename"] = str(Path(ssh.key).expanduser())
         data["ssh_look_for_keys"] = False
+    if ssh.known_hosts:
+        data["ssh_known_hosts_file"] = str(Path(ssh.known_hosts).expanduser())
+    if ssh.via:
+        options["sock"] = Channel(ssh.via, address, port)
     if ssh.user != "root":
         data["_sudo"] = True
     return data

@@ -315,6 +315,8 @@ class Cluster(_Section):
     """Seconds."""
     env: dict[VariableName, EnvValue] = Field(default_factory=dict)
     """Variables for all hosts; they beat everything derived. null removes a variable."""
+    silence: dict[FlagName, Text] = Field(default_factory=dict)
+    """Findings of preflight to leave out of the verdict, by id, each with a reason."""
     secrets: dict[VariableName, SecretSource] = Field(default_factory=dict)
     """Variables whose value must not stand in this file: HF_TOKEN, VLLM_API_KEY, RAY_AUTH_TOKEN."""
 
@@ -388,15 +390,6 @@ class Cluster(_Section):
             known_hosts=own.known_hosts or self.ssh.known_hosts,
             via=own.via,
         )
-
-    def jumps(self, name: str) -> list[str]:
-        """The hosts that ssh jumps through on its way to `name`, first hop first."""
-        path: list[str] = []
-        via = self.hosts[name].ssh.via
-        while via is not None:
-            path.insert(0, via)
-            via = self.hosts[via].ssh.via
-        return path
 
 
 @dataclass(frozen=True)

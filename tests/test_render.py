@@ -205,21 +205,9 @@ def test_flags_become_arguments() -> None:
     ]
 
 
-def test_a_chain_of_jump_hosts_is_flat() -> None:
-    hosts: dict[str, Any] = {
-        name: {
-            "role": "head" if index == 1 else "worker",
-            "fabric": {"address": f"10.0.0.{index}", "interface": "e"},
-            "ssh": {"address": f"192.0.2.{index}"}
-            | ({"via": f"h{index - 1}"} if index > 1 else {}),
-        }
-        for index, name in enumerate(["h1", "h2", "h3"], start=1)
-    }
-    values = {"image": "i", "model": "m", "hosts": hosts, "ssh": {"user": "u", "port": 2222}}
-    text = ssh_config(Cluster.model_validate(values), "/home/user/.ssh/config")
-    assert "ProxyJump h1,u@192.0.2.2:2222\n" in text
-    assert "\n\nHost 192.0.2.2\n    HostName 192.0.2.2\n" in text
-    assert text.endswith("Host *\n    Include /home/user/.ssh/config\n")
+def test_ssh_config_ends_with_the_users_own() -> None:
+    text = ssh_config(load(CASES["two-sparks"]), "/home/user/.ssh/config")
+    assert text.endswith("    ProxyJump spark-1\n\nHost *\n    Include /home/user/.ssh/config\n")
 
 
 def test_comments_cannot_break_out_of_their_line() -> None:
