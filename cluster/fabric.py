@@ -8,8 +8,8 @@ Addresses = dict[str, list[str]]
 """The IPv4 addresses of each interface of a host."""
 
 
-def fabric_problem(cluster: Cluster, name: str, addresses: Addresses) -> str | None:
-    """Say what is wrong with the fabric address or interface of a host, or None.
+def fabric_problem(cluster: Cluster, name: str, addresses: Addresses) -> tuple[str, str] | None:
+    """Return (what is wrong, what to do) with a host's fabric address or interface, or None.
 
     NCCL and gloo die or hang, minutes later and on another host, when this is wrong.
     """
@@ -20,16 +20,18 @@ def fabric_problem(cluster: Cluster, name: str, addresses: Addresses) -> str | N
     owner = next((other for other, owned in addresses.items() if address in owned), None)
     if owner is not None:
         return (
-            f"{name}: the fabric address {address} is on interface {owner}, not on {interface}; "
-            f"set hosts.{name}.fabric.interface: {owner}"
+            f"the fabric address {address} is on interface {owner}, not on {interface}",
+            f"set hosts.{name}.fabric.interface: {owner}",
         )
     found = ", ".join(f"{other} {' '.join(owned)}" for other, owned in addresses.items())
     if interface not in addresses:
         return (
-            f"{name}: no interface {interface} with an IPv4 address, and {address} is nowhere; "
-            f"this host has {found or 'none'}. Correct hosts.{name}.fabric, or bring the link up"
+            f"no interface {interface} with an IPv4 address, and {address} is nowhere; this host "
+            f"has {found or 'none'}",
+            f"correct hosts.{name}.fabric, or bring the link up",
         )
     return (
-        f"{name}: interface {interface} has {' '.join(addresses[interface])}, not the fabric "
-        f"address {address}; this host has {found}. Correct hosts.{name}.fabric.address"
+        f"interface {interface} has {' '.join(addresses[interface])}, not the fabric address "
+        f"{address}; this host has {found}",
+        f"correct hosts.{name}.fabric.address",
     )

@@ -191,3 +191,22 @@ class Completion(FactBase[Answer]):
             return Answer(**found)
         except TypeError as error:
             raise FactProcessError(f"unexpected answer of completion: {error}") from None
+
+
+class HostProbe(FactBase[dict[str, Any]]):
+    """Everything that preflight and discover judge. Pass _stdin=source("probe").
+
+    Raises nothing: what cannot be read comes back as {"garbage": why}.
+    """
+
+    def command(self, wanted: dict[str, Any]) -> StringCommand:
+        """`wanted` is the argument of remote/probe.py."""
+        return program_command("probe", wanted)
+
+    def process(self, output: list[str]) -> dict[str, Any]:
+        """Parse the JSON; a host that prints something else is a finding, not an end."""
+        try:
+            found = json.loads(output[-1])
+        except ValueError:
+            return {"garbage": f"the probe printed no JSON: {output[-1][:120]!r}"}
+        return found if isinstance(found, dict) else {"garbage": "the probe printed no object"}

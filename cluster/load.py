@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,8 +12,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from cluster import positions
+from cluster.findings import rules
 from cluster.positions import Document, FileError, Keys
-from cluster.settings import Cluster, problems
+from cluster.settings import Cluster, Problem, problems
 
 DEFAULT_FILE = "group_data/cluster.yaml"
 
@@ -48,11 +50,19 @@ def check(document: Document, path: Path) -> Cluster:
             found.setdefault(keys, message)
         raise ClusterFileError(_lines(path, document, found)) from None
     found = {}
-    for problem in problems(cluster):
+    for problem in (*problems(cluster), *_silenced(cluster)):
         found.setdefault(problem.keys, problem.message)
     if found:
         raise ClusterFileError(_lines(path, document, found))
     return cluster
+
+
+def _silenced(cluster: Cluster) -> Iterator[Problem]:
+    for finding in cluster.silence:
+        if finding not in rules():
+            close = difflib.get_close_matches(finding, rules(), n=1)
+            hint = f' Did you mean "{close[0]}"?' if close else ""
+            yield Problem(("silence", finding), f"no finding has this id.{hint}")
 
 
 def _lines(path: Path, document: Document, found: dict[Keys, str]) -> str:

@@ -6,17 +6,24 @@ nothing changes in between, so one answer serves them all.
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
+from functools import cache
 
+from pydantic import ValidationError
 from pyinfra import state
 from pyinfra.api import Host
 from pyinfra.api.exceptions import OperationError
 
 from cluster import commands, node
-from cluster.facts import HostState, ImageVersions, NodeState, source
+from cluster.facts import HostProbe, HostState, ImageVersions, NodeState, source
+from cluster.findings import Situation, listening_ports, meeting_ports
 from cluster.node import Image, Node, Versions
+from cluster.probe import Probe
 from cluster.settings import Cluster
 
+MEETING_SECONDS = 4
+"""How long hosts try to reach each other. ssh reaches them within a fraction of a second."""
 NOT_PULLED = Image("(image not pulled yet)", Versions("?", None, None, None))
 
 
@@ -27,6 +34,10 @@ class _Memory:
     state: HostState | None = None
     seen_executing: bool = False
     image: Image | None = None
+    wanted: tuple[Image, Node] | None = None
+    ray_restarted: bool = False
+    probe: Probe | None = None
+    probe_error: str | None = None
 
 
 def _memory(host: Host) -> _Memory:
@@ -58,6 +69,65 @@ def look(host: Host) -> HostState:
     return memory.state
 
 
+def probe(host: Host) -> None:
+    """Probe a host for preflight; all hosts have to do this at the same time.
+
+    A host that cannot be probed is remembered with the reason; its operation does not fail.
+    """
+    cluster: Cluster = host.data.cluster
+    memory = _memory(host)
+    address = cluster.hosts[host.name].fabric.address
+    active = [each.name for each in state.inventory.get_active_hosts()]
+    peers = {name: str(cluster.address(name)) for name in active if name != host.name}
+    wanted = {
+        "root": "/",
+        "model": cluster.model if cluster.model_is_directory else None,
+        "containers": [commands.RAY, commands.SERVE],
+        "label": commands.CLUSTER_LABEL,
+        "ports": list(listening_ports(cluster)),
+        "interface": cluster.hosts[host.name].fabric.interface,
+        "meet": {
+            "address": str(address.ip),
+            "peers": peers,
+            "ports": meeting_ports(cluster, _random_ports()),
+            "udp": _random_ports()[0],
+            "deadline": MEETING_SECONDS,
+        },
+    }
+    found = host.get_fact(
+        HostProbe, wanted=wanted, _stdin=source("probe"), _ignore_errors=True, _timeout=60
+    )
+    memory.probe, memory.probe_error = None, None
+    if not found or "garbage" in found:
+        memory.probe_error = (found or {}).get("garbage", "the probe did not run, see above")
+        return
+    try:
+        memory.probe = Probe.model_validate(found)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        memory.probe_error = f"the probe's answer is not usable: {place}: {first['msg']}"
+
+
+def situation(cluster: Cluster) -> Situation:
+    """What the probes of this run have found."""
+    probes: dict[str, Probe] = {}
+    failed: dict[str, str] = {}
+    for host in state.inventory.get_active_hosts():
+        memory = _memory(host)
+        if memory.probe is not None:
+            probes[host.name] = memory.probe
+        elif memory.probe_error is not None:
+            failed[host.name] = memory.probe_error
+    return Situation(cluster, probes, failed)
+
+
+@cache
+def _random_ports() -> list[int]:
+    """Two ports as the kernel gives them to Ray, gloo and NCCL; the same on all hosts of a run."""
+    return random.sample(range(32768, 60999), 2)
+
+
 def forget(host: Host) -> None:
     """Have the next look() ask the host again."""
     _memory(host).state = None
@@ -86,7 +156,48 @@ def image(host: Host) -> Image | None:
 
 def wanted(host: Host) -> Node:
     """Return the host as it should be, rendered for the image that it has."""
-    return node.render(host.data.cluster, host.name, image(host) or NOT_PULLED)
+    memory, found = _memory(host), image(host) or NOT_PULLED
+    if memory.wanted is None or memory.wanted[0] != found:
+        memory.wanted = (found, node.render(host.data.cluster, host.name, found))
+    return memory.wanted[1]
+
+
+def serves(cluster: Cluster) -> bool:
+    """Whether vllm serve already runs as wanted, so that a completion will prove every layer.
+
+    Answers from what this run has read of the head; False where it has read nothing yet, or has
+    restarted Ray somewhere.
+    """
+    head = next(
+        (host for host in state.inventory.get_active_hosts() if host.name == cluster.head), None
+    )
+    memory = _memory(head) if head else None
+    if head is None or memory is None or memory.state is None or ray_restarted():
+        return False
+    return memory.state.listening and runs(head, commands.SERVE)
+
+
+def runs(host: Host, unit: str) -> bool:
+    """Whether a unit is active and enabled, and its container carries the wanted definition."""
+    found = look(host)
+    container = found.containers.get(unit)
+    return (
+        container is not None
+        and container.definition == wanted(host).definitions.get(unit)
+        and container.status == "running"
+        and found.unit(unit, "ActiveState") == "active"
+        and found.unit(unit, "UnitFileState") == "enabled"
+    )
+
+
+def note_ray_restart(host: Host) -> None:
+    """Remember that this run has started Ray on a host: what stood on it is gone."""
+    _memory(host).ray_restarted = True
+
+
+def ray_restarted() -> bool:
+    """Whether this run has started Ray on any host."""
+    return any(_memory(host).ray_restarted for host in state.inventory.get_active_hosts())
 
 
 def digests() -> dict[str, str]:

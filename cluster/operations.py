@@ -7,6 +7,7 @@ Every one compares first and does nothing where nothing differs, so that a secon
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Generator
 from functools import cache
 from importlib.resources import files
@@ -30,12 +31,68 @@ from cluster.facts import (
     program_command,
     source,
 )
+from cluster.findings import Finding, judge
 from cluster.node import File
 from cluster.settings import Cluster
 
 Commands = Generator[PyinfraCommand, None, None]
 
 PROMPT = "Say hello in one short sentence."
+
+
+@operation()
+def probed(cluster: Cluster, unless_serving: bool = False) -> Commands:
+    """Look at this host and meet the others over the fabric, all at the same time.
+
+    + cluster: the cluster
+    + unless_serving: not where vllm serve runs as wanted: the completion at the end proves more
+    """
+    if unless_serving and observed.serves(cluster):
+        host.noop("vllm serve runs as wanted")
+    elif state.is_executing:
+        observed.probe(host)
+        host.noop("probed")
+    yield from ()
+
+
+@operation()
+def judged(cluster: Cluster, as_json: bool = False) -> Commands:
+    """Stop if preflight's rules find an error on any host of this run; show what they find.
+
+    + cluster: the cluster
+    + as_json: print the findings as JSON on stdout
+    """
+    if not state.is_executing:
+        host.noop("judged at run time")
+        return
+    findings = judge(observed.situation(cluster))
+    silenced = [each for each in findings if each.id in cluster.silence]
+    counted = [each for each in findings if each.id not in cluster.silence]
+    errors = sum(each.severity == "error" for each in counted)
+    if as_json:
+        click.echo(json.dumps([each.to_json() for each in counted]))
+    else:
+        _show_findings(cluster, counted, silenced)
+    if errors:
+        yield _refuse(f"preflight: {errors} error{'s' if errors > 1 else ''}, see above")
+        return
+    host.noop(f"{len(counted)} warnings")
+
+
+def _show_findings(cluster: Cluster, counted: list[Finding], silenced: list[Finding]) -> None:
+    colours = {"error": "red", "warning": "yellow"}
+    for name in cluster.nodes:
+        own = [each for each in counted if each.host == name]
+        if own:
+            logger.info(f"    {click.style(name, bold=True)}")
+        for each in own:
+            label = click.style(each.severity.ljust(7), fg=colours[each.severity])
+            logger.info(f"      {label} {each.id}: {each.found}")
+            logger.info(f"              why: {each.why}")
+            logger.info(f"              do:  {each.remedy}")
+    for each in silenced:
+        reason = cluster.silence[each.id]
+        logger.info(f"    {each.host}: {each.id} is silenced ({reason}): {each.found}")
 
 
 @operation()
@@ -114,7 +171,7 @@ def rendered(cluster: Cluster) -> Commands:
     found, wanted = observed.look(host), observed.wanted(host)
     problem = fabric_problem(cluster, host.name, found.addresses)
     if problem:
-        yield _refuse(problem)
+        yield _refuse(f"{host.name}: {problem[0]}", problem[1])
         return
     stale = [file for file in wanted.files if not _is_current(file, found)]
     paths = {file.path for file in wanted.files}
@@ -200,20 +257,17 @@ def running(cluster: Cluster, unit: str, ready: str, deadline: int) -> Commands:
     + deadline: seconds
     """
     found = observed.look(host)
-    container = found.containers.get(unit)
-    definition = observed.wanted(host).definitions[unit]
-    is_current = (
-        container is not None
-        and container.definition == definition
-        and container.status == "running"
-        and found.unit(unit, "ActiveState") == "active"
-        and found.unit(unit, "UnitFileState") == "enabled"
+    # A rank cannot rejoin a group: what stood on a Ray that has started anew starts anew, too.
+    is_current = observed.runs(host, unit) and not (
+        unit == commands.SERVE and observed.ray_restarted()
     )
     listens = unit == commands.SERVE and host.name == cluster.head
     if is_current and (found.listening or not listens):
-        host.noop(f"{unit} runs definition {definition}")
+        host.noop(f"{unit} runs as wanted")
         return
     if not is_current:
+        if unit == commands.RAY:
+            observed.note_ray_restart(host)
         service = f"{unit}.service"
         yield StringCommand("systemctl", "stop", service)
         yield StringCommand("systemctl", "reset-failed", service, "2>/dev/null", "||", "true")
@@ -232,13 +286,14 @@ def running(cluster: Cluster, unit: str, ready: str, deadline: int) -> Commands:
 
 
 @operation()
-def head_reached(cluster: Cluster) -> Commands:
+def head_reached(cluster: Cluster, unless_serving: bool = False) -> Commands:
     """Stop unless this host reaches Ray's head over the fabric.
 
     + cluster: the cluster
+    + unless_serving: see probed
     """
-    if not state.is_executing:
-        host.noop("checked at run time")
+    if not state.is_executing or (unless_serving and observed.serves(cluster)):
+        host.noop("checked at run time, or proven by what runs")
         return
     wanted = {
         "address": str(cluster.head_address),
@@ -254,13 +309,14 @@ def head_reached(cluster: Cluster) -> Commands:
 
 
 @operation()
-def nodes_listed(cluster: Cluster) -> Commands:
+def nodes_listed(cluster: Cluster, unless_serving: bool = False) -> Commands:
     """Wait until Ray lists every node, each under its fabric address, with all its GPUs.
 
     + cluster: the cluster
+    + unless_serving: see probed
     """
-    if not state.is_executing:
-        host.noop("checked at run time")
+    if not state.is_executing or (unless_serving and observed.serves(cluster)):
+        host.noop("checked at run time, or proven by what runs")
         return
     program = source("ray_nodes")
     if not host.get_fact(RayNodes, arguments=commands.ray_nodes(cluster, 0), _stdin=program):

@@ -18,4 +18,8 @@ if cluster.executor == "ray":
         )
 
     # Every host runs this: it is the barrier before the workers, and a test of the fabric.
-    operations.head_reached(name="Reach the Ray head over the fabric", cluster=cluster)
+    operations.head_reached(
+        name="Reach the Ray head over the fabric",
+        cluster=cluster,
+        unless_serving=bool(host.data.get("unless_serving")),
+    )

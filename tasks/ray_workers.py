@@ -17,4 +17,8 @@ if cluster.executor == "ray":
         )
 
     if host.name == operations.reporter(cluster):
-        operations.nodes_listed(name="Wait until Ray lists every node", cluster=cluster)
+        operations.nodes_listed(
+            name="Wait until Ray lists every node",
+            cluster=cluster,
+            unless_serving=bool(host.data.get("unless_serving")),
+        )

@@ -40,6 +40,9 @@ class FakeHost:
     failures: dict[str, str] = field(default_factory=dict)
     """Part of a command -> what it prints on stderr when it fails."""
     addresses: dict[str, list[str]] = field(default_factory=dict)
+    prefixed: dict[str, list[str]] = field(default_factory=dict)
+    hcas: list[dict[str, Any]] = field(default_factory=list)
+    probe_changes: dict[str, Any] = field(default_factory=dict)
     untold: bool = False
     """A unit file has changed and systemd has not been told."""
     completion: dict[str, Any] = field(
@@ -69,6 +72,27 @@ class FakeHost:
             "listening": commands.SERVE in self.running,
         }
 
+    def probe(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        """Answer like remote/probe.py on a host where all is well."""
+        return {
+            "hostname": "h",
+            "infiniband_devices": True,
+            "interfaces": [
+                {"name": name, "kind": "physical", "mtu": 9000, "carrier": True, "addresses": owned}
+                for name, owned in self.prefixed.items()
+            ],
+            "hcas": self.hcas,
+            "gpus": [
+                {"index": index, "name": "GPU", "driver": "580.1", "memory_bytes": 80 * 10**9}
+                for index in range(8)
+            ],
+            "docker": {"error": None, "root": "/var/lib/docker", "runtimes": ["nvidia", "runc"]},
+            "model": {"path": "/m", "exists": True, "free_bytes": 10**12},
+            "meeting": {"failures": [], "frames": dict.fromkeys(wanted["meet"]["peers"], True)},
+            "time": 0,
+            **self.probe_changes,
+        }
+
     def unit(self, name: str) -> dict[str, str]:
         """Answer like systemctl show."""
         if unit_path(name) not in self.files:
@@ -85,6 +109,8 @@ class FakeHost:
         """Do what a command asks; return its output."""
         if command.startswith("python3 - node_state"):
             yield json.dumps(self.state(json.loads(shlex.split(command)[3])))
+        elif command.startswith("python3 - probe"):
+            yield json.dumps(self.probe(json.loads(shlex.split(command)[3])))
         elif command.startswith("python3 - completion"):
             yield json.dumps(self.completion)
         elif "importlib.metadata" in command:
@@ -126,6 +152,16 @@ class Fleet:
         if not host.addresses:  # as cluster.yaml says
             fabric = pyinfra.inventory.get_host(name).data.cluster.hosts[name].fabric
             host.addresses = {"lo": ["127.0.0.1"], fabric.interface: [str(fabric.address.ip)]}
+            host.prefixed = {fabric.interface: [str(fabric.address)]}
+            host.hcas = [
+                {
+                    "name": hca.partition(":")[0],
+                    "port": int(hca.partition(":")[2] or 1),
+                    "state": "ACTIVE",
+                    "interfaces": [fabric.interface],
+                }
+                for hca in fabric.hcas or []
+            ]
         text = command.get_masked_value()
         host.commands.append(text)
         self.history.append((name.removeprefix("@fake/"), text))

@@ -8,6 +8,9 @@ from tests.conftest import CLUSTERS, Pyinfra
 from tests.fleet import Fleet
 
 DEPLOY = [
+    "tasks/preflight.py | Read what the head runs",
+    "tasks/preflight.py | Probe the host and the fabric",
+    "tasks/preflight.py | Judge what was found",
     "tasks/image.py | Pull the image",
     "tasks/image.py | Compare the image of all hosts",
     "tasks/environment.py | Write env files and units",
@@ -35,12 +38,12 @@ def test_a_second_run_changes_nothing(run: Pyinfra, fleet: Fleet) -> None:
     second = run("-y", "deploy.py")
     assert first.changes > 5
     assert second.changes == 0
-    assert second.output.count("No changes") == len(DEPLOY) + 3  # the worker shares three of them
+    assert second.output.count("No changes") == len(DEPLOY) + 4  # the worker shares four of them
     assert fleet["spark-1"].starts == ["vllm-ray", "vllm-serve"]
-    # node_state, ReachesRay; on the head RayNodes and Completion too
+    # node_state; on the head the completion, too
     assert {name: len(commands) for name, commands in second.commands.items()} == {
-        "spark-1": 4,
-        "spark-2": 2,
+        "spark-1": 2,
+        "spark-2": 1,
     }
 
 
@@ -103,9 +106,14 @@ def test_a_worker_that_does_not_reach_the_head_stops_all(run: Pyinfra, fleet: Fl
 
 def test_a_wrong_interface_stops_before_anything_starts(run: Pyinfra, fleet: Fleet) -> None:
     fleet["spark-2"].addresses = {"eth7": ["192.168.200.13"]}
-    result = run("-y", "deploy.py")
-    assert result.exit_code == 1
-    assert "hosts.@fake/spark-2.fabric.interface: eth7" in result.output
+    fleet["spark-2"].prefixed = {"eth7": ["192.168.200.13/24"]}
+    for task in ("deploy.py", "tasks/environment.py"):
+        if task != "deploy.py":
+            run("-y", "tasks/image.py")
+        result = run("-y", task)
+        assert result.exit_code == 1
+        assert "hosts.@fake/spark-2.fabric.interface: eth7" in result.output
+        assert fleet["spark-2"].files == {}
     assert fleet["spark-1"].starts == fleet["spark-2"].starts == []
 
 
@@ -167,6 +175,14 @@ def test_a_changed_worker_restarts_its_ray_and_serve_in_order(
         ("spark-1", "systemctl stop vllm-serve.service"),
         ("spark-1", "systemctl start --no-block vllm-serve.service"),
     ]
+
+
+def test_a_worker_whose_container_is_gone_takes_serve_with_it(run: Pyinfra, fleet: Fleet) -> None:
+    run("-y", "deploy.py")
+    fleet["spark-2"].running.clear()
+    run("-y", "deploy.py")
+    assert fleet["spark-1"].starts == ["vllm-ray", "vllm-serve", "vllm-serve"]
+    assert fleet["spark-2"].starts == ["vllm-ray", "vllm-ray"]
 
 
 def test_interrupted_between_files_and_restart_converges(run: Pyinfra, fleet: Fleet) -> None:

@@ -253,7 +253,9 @@ def test_a_wrong_interface_stops_before_vllm_starts(lab: Lab, tmp_path: Path) ->
     cluster = variant(tmp_path, hosts__spark_2__fabric__interface="office0")
     result = pyinfra("deploy.py", cluster=cluster)
     assert result.code == 1
-    assert "spark-2: the fabric address 192.168.200.13 is on interface fabric0" in result.output
+    assert "fabric-address: the fabric address 192.168.200.13 is on interface fabric0" in (
+        result.output
+    )
     assert "set hosts.spark-2.fabric.interface: fabric0" in result.output
     assert "Start vllm serve" not in result.output
     assert "Traceback" not in result.output
