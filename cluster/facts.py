@@ -199,9 +199,19 @@ class HostProbe(FactBase[dict[str, Any]]):
     Raises nothing: what cannot be read comes back as {"garbage": why}.
     """
 
-    def command(self, wanted: dict[str, Any]) -> StringCommand:
-        """`wanted` is the argument of remote/probe.py."""
-        return program_command("probe", wanted)
+    def command(self, wanted: dict[str, Any], as_root: bool = False) -> StringCommand:
+        """`wanted` is the argument of remote/probe.py.
+
+        as_root: use sudo if it asks for no password, and say so if it does.
+        """
+        program = program_command("probe", wanted)
+        if not as_root:
+            return program
+        refusal = json.dumps({"garbage": "this ssh user may not use sudo without a password"})
+        return StringCommand(
+            *("if", "sudo", "-n", "true", "2>/dev/null;", "then", "sudo", "-n", program),
+            *(";", "else", "echo", QuoteString(refusal), ";", "fi"),
+        )
 
     def process(self, output: list[str]) -> dict[str, Any]:
         """Parse the JSON; a host that prints something else is a finding, not an end."""

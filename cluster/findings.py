@@ -118,8 +118,8 @@ def _probe_failed(situation: Situation) -> Iterator[Finding]:
     for name, why in situation.failed.items():
         yield Finding(
             *("probe-failed", name, why),
-            "the host needs Python 3, and its ssh user has to be root or may use sudo without a "
-            "password (or give pyinfra the password: --same-sudo-password)",
+            "the host needs Python 3, and an ssh user who is root or may use sudo: without a "
+            "password, or give it to pyinfra with --same-sudo-password",
         )
 
 
@@ -183,7 +183,7 @@ def _mtu(situation: Situation) -> Iterator[Finding]:
             continue
         unreachable = {failure.peer for failure in meeting.failures}
         for peer, arrived in meeting.frames.items():
-            if not arrived and peer not in unreachable:
+            if not arrived and peer in sizes and peer not in unreachable:
                 yield Finding(
                     *("fabric-frame", name),
                     f"a packet of {sizes[name]} bytes does not arrive at {peer}",

@@ -7,13 +7,14 @@ nothing changes in between, so one answer serves them all.
 from __future__ import annotations
 
 import random
+import sys
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from pydantic import ValidationError
 from pyinfra import state
 from pyinfra.api import Host
-from pyinfra.api.exceptions import OperationError
 
 from cluster import commands, node
 from cluster.facts import HostProbe, HostState, ImageVersions, NodeState, source
@@ -25,6 +26,10 @@ from cluster.settings import Cluster
 MEETING_SECONDS = 4
 """How long hosts try to reach each other. ssh reaches them within a fraction of a second."""
 NOT_PULLED = Image("(image not pulled yet)", Versions("?", None, None, None))
+
+
+class UnreadableError(Exception):
+    """A host does not say what this run has to know of it. The message is for a person."""
 
 
 @dataclass
@@ -48,7 +53,10 @@ def _memory(host: Host) -> _Memory:
 
 
 def look(host: Host) -> HostState:
-    """Return the state of a host, from memory where nothing can have changed since."""
+    """Return the state of a host, from memory where nothing can have changed since.
+
+    Raises UnreadableError.
+    """
     memory = _memory(host)
     # Between the plan and its execution a person may have thought for an hour.
     if memory.state is None or memory.seen_executing != state.is_executing:
@@ -62,10 +70,12 @@ def look(host: Host) -> HostState:
             "label": commands.DEFINITION_LABEL,
             "port": cluster.serve.port if host.name == cluster.head else None,
         }
-        memory.state = host.get_fact(NodeState, wanted=wanted, _stdin=source("node_state"))
+        memory.state = host.get_fact(
+            NodeState, wanted=wanted, _stdin=source("node_state"), _ignore_errors=True
+        )
         memory.seen_executing = state.is_executing
         if memory.state is None:
-            raise OperationError(f"{host.name} did not say what is on it; see its error above")
+            raise UnreadableError(f"{host.name} did not say what is on it; see the lines above")
     return memory.state
 
 
@@ -94,9 +104,10 @@ def probe(host: Host) -> None:
             "deadline": MEETING_SECONDS,
         },
     }
-    found = host.get_fact(
-        HostProbe, wanted=wanted, _stdin=source("probe"), _ignore_errors=True, _timeout=60
-    )
+    arguments: dict[str, Any] = {"_stdin": source("probe"), "_ignore_errors": True, "_timeout": 60}
+    if _sudo_would_ask_nobody(host):
+        arguments |= {"as_root": True, "_sudo": False}
+    found = host.get_fact(HostProbe, wanted=wanted, **arguments)
     memory.probe, memory.probe_error = None, None
     if not found or "garbage" in found:
         memory.probe_error = (found or {}).get("garbage", "the probe did not run, see above")
@@ -107,6 +118,12 @@ def probe(host: Host) -> None:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         memory.probe_error = f"the probe's answer is not usable: {place}: {first['msg']}"
+
+
+def _sudo_would_ask_nobody(host: Host) -> bool:
+    """Whether pyinfra would ask for a sudo password although no person and no password is there."""
+    has_password = host.data.get("_sudo_password") or state.config.SUDO_PASSWORD
+    return bool(host.data.get("_sudo")) and not has_password and not sys.stdin.isatty()
 
 
 def situation(cluster: Cluster) -> Situation:
@@ -136,6 +153,8 @@ def forget(host: Host) -> None:
 def image(host: Host) -> Image | None:
     """Return the image on a host with its versions, or None where it is not there.
 
+    Raises UnreadableError.
+
     The versions are read once per image: the env file on the host remembers them.
     """
     found, memory = look(host).image, _memory(host)
@@ -146,9 +165,14 @@ def image(host: Host) -> Image | None:
         env_text = look(host).files.get(commands.node_env_path(cluster)) or ""
         known = node.parse_image_header(env_text)
         if known is None or known.id != found.id:
-            versions = host.get_fact(ImageVersions, image=found.id, _stdin=None)
+            versions = host.get_fact(
+                ImageVersions, image=found.id, _stdin=None, _ignore_errors=True
+            )
             if versions is None:
-                return None
+                raise UnreadableError(
+                    f"{host.name}: {cluster.image} ({found.id}) does not run Python; is it a vLLM "
+                    "image, for this machine's architecture? See the lines above"
+                )
             known = Image(found.id, versions)
         memory.image = known
     return memory.image

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Generator
-from functools import cache
+from collections.abc import Callable, Generator
+from functools import cache, wraps
 from importlib.resources import files
-from typing import Any
+from typing import Any, ParamSpec
 
 import click
 import yaml
@@ -37,10 +37,27 @@ from cluster.settings import Cluster
 
 Commands = Generator[PyinfraCommand, None, None]
 
+Parameters = ParamSpec("Parameters")
+
+
+def _guarded(function: Callable[Parameters, Commands]) -> Callable[Parameters, Commands]:
+    """Have an operation fail with a sentence, not a traceback, where a host cannot be read."""
+
+    @wraps(function)
+    def guarded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Commands:
+        try:
+            yield from function(*args, **kwargs)
+        except observed.UnreadableError as error:
+            yield _refuse(str(error))
+
+    return guarded
+
+
 PROMPT = "Say hello in one short sentence."
 
 
 @operation()
+@_guarded
 def probed(cluster: Cluster, unless_serving: bool = False) -> Commands:
     """Look at this host and meet the others over the fabric, all at the same time.
 
@@ -56,6 +73,7 @@ def probed(cluster: Cluster, unless_serving: bool = False) -> Commands:
 
 
 @operation()
+@_guarded
 def judged(cluster: Cluster, as_json: bool = False) -> Commands:
     """Stop if preflight's rules find an error on any host of this run; show what they find.
 
@@ -96,6 +114,7 @@ def _show_findings(cluster: Cluster, counted: list[Finding], silenced: list[Find
 
 
 @operation()
+@_guarded
 def pulled(cluster: Cluster, always: bool = False) -> Commands:
     """Have the image on this host.
 
@@ -126,7 +145,7 @@ def pulled(cluster: Cluster, always: bool = False) -> Commands:
 def _usable(cluster: Cluster) -> Commands:
     image = observed.image(host)
     if image is None:
-        yield _refuse(f"{cluster.image} cannot be used: its versions could not be read.")
+        yield _refuse(f"{cluster.image} is not here, although the pull succeeded.")
     elif image.versions.vllm is None:
         yield _refuse(f"{cluster.image} has no vLLM in it ({image.versions}).")
     elif cluster.executor == "ray" and image.versions.ray is None:
@@ -139,6 +158,7 @@ def _usable(cluster: Cluster) -> Commands:
 
 
 @operation()
+@_guarded
 def same_image(cluster: Cluster) -> Commands:
     """Stop unless all hosts of this run have the same image digest.
 
@@ -161,6 +181,7 @@ def same_image(cluster: Cluster) -> Commands:
 
 
 @operation()
+@_guarded
 def rendered(cluster: Cluster) -> Commands:
     """Have the env files and units of this host as cluster.yaml says.
 
@@ -234,6 +255,7 @@ def _show_diff(file: File, found: HostState) -> None:
 
 
 @operation()
+@_guarded
 def paused() -> Commands:
     """Stop vllm serve on this host where it, or Ray below it anywhere, is about to change."""
     found = observed.look(host)
@@ -248,6 +270,7 @@ def paused() -> Commands:
 
 
 @operation()
+@_guarded
 def running(cluster: Cluster, unit: str, ready: str, deadline: int) -> Commands:
     """Have a unit run the wanted container, and wait until it is ready.
 
@@ -286,6 +309,7 @@ def running(cluster: Cluster, unit: str, ready: str, deadline: int) -> Commands:
 
 
 @operation()
+@_guarded
 def head_reached(cluster: Cluster, unless_serving: bool = False) -> Commands:
     """Stop unless this host reaches Ray's head over the fabric.
 
@@ -309,6 +333,7 @@ def head_reached(cluster: Cluster, unless_serving: bool = False) -> Commands:
 
 
 @operation()
+@_guarded
 def nodes_listed(cluster: Cluster, unless_serving: bool = False) -> Commands:
     """Wait until Ray lists every node, each under its fabric address, with all its GPUs.
 
@@ -327,6 +352,7 @@ def nodes_listed(cluster: Cluster, unless_serving: bool = False) -> Commands:
 
 
 @operation()
+@_guarded
 def answers(cluster: Cluster) -> Commands:
     """Stop unless a completion comes back; report it.
 
@@ -358,6 +384,7 @@ def answers(cluster: Cluster) -> Commands:
 
 
 @operation()
+@_guarded
 def seen() -> Commands:
     """Read what is on this host, for a report."""
     found = observed.look(host)
@@ -366,6 +393,7 @@ def seen() -> Commands:
 
 
 @operation()
+@_guarded
 def status_shown(cluster: Cluster) -> Commands:
     """Print what every host of this run should run and what it runs.
 
@@ -442,6 +470,7 @@ def _report(cluster: Cluster, answer: Answer) -> None:
 
 
 @operation()
+@_guarded
 def stopped(unit: str) -> Commands:
     """Have a unit stopped and not started at boot, and its container gone.
 
@@ -459,6 +488,7 @@ def stopped(unit: str) -> Commands:
 
 
 @operation()
+@_guarded
 def removed(cluster: Cluster) -> Commands:
     """Have no file of ours on this host; caches and models stay.
 
@@ -482,6 +512,7 @@ def removed(cluster: Cluster) -> Commands:
 
 
 @operation(is_idempotent=False)
+@_guarded
 def logged(units: list[str], lines: int) -> Commands:
     """Print the last lines of units.
 

@@ -17,6 +17,7 @@ from pyinfra.context import ctx_inventory, ctx_state
 from pyinfra_cli.main import cli
 
 from tests.fleet import Fleet
+from tests.lab import Lab, existing, up
 
 ROOT = Path(__file__).parent.parent
 CLUSTERS = ROOT / "tests" / "clusters"
@@ -84,3 +85,9 @@ def run(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pyinfra]:
     yield call
     ctx_state.reset()
     ctx_inventory.reset()
+
+
+@pytest.fixture(scope="session")
+def lab() -> Lab:
+    """The lab, brought up if it is not."""
+    return existing() or up()

@@ -109,8 +109,9 @@ class FakeHost:
         """Do what a command asks; return its output."""
         if command.startswith("python3 - node_state"):
             yield json.dumps(self.state(json.loads(shlex.split(command)[3])))
-        elif command.startswith("python3 - probe"):
-            yield json.dumps(self.probe(json.loads(shlex.split(command)[3])))
+        elif "python3 - probe" in command:
+            words = shlex.split(command)
+            yield json.dumps(self.probe(json.loads(words[words.index("probe") + 1])))
         elif command.startswith("python3 - completion"):
             yield json.dumps(self.completion)
         elif "importlib.metadata" in command:

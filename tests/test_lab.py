@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.lab import Lab, existing, up
+from tests.lab import Lab
 
 pytestmark = pytest.mark.lab
 
@@ -34,11 +34,6 @@ OURS = [
     "/etc/systemd/system/vllm-serve.service",
 ]
 PROMPTS = ["Hello", "The cable carries", "Ray lists two"]
-
-
-@pytest.fixture(scope="session")
-def lab() -> Lab:
-    return existing() or up()
 
 
 @dataclass
