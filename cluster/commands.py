@@ -7,15 +7,21 @@ without any one of them the group hangs or dies: the process table (Ray finds it
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 from cluster.environment import CONTAINER_CACHE
 from cluster.settings import Cluster, flag_arguments
 
+PROMPT = "Say hello in one short sentence."
 RAY = "vllm-ray"
 """Name of the container and of the unit that run Ray."""
 SERVE = "vllm-serve"
 """Name of the container and of the unit that run vllm serve."""
 SHARED_TMP = "vllm-tmp"
 """The Docker volume that is /tmp in both containers."""
+WATCHDOG = "vllm-watchdog"
+"""Name of the timer and its service on the head."""
 CLUSTER_LABEL = "multinode-vllm.cluster"
 DEFINITION_LABEL = "multinode-vllm.definition"
 
@@ -28,11 +34,6 @@ def node_env_path(cluster: Cluster) -> str:
 def secrets_path(cluster: Cluster) -> str:
     """The env file on a host that holds the secrets."""
     return f"{cluster.paths.config}/secrets.env"
-
-
-def ray_nodes_path(cluster: Cluster) -> str:
-    """The program that lists Ray's nodes, for the serve unit at boot."""
-    return f"{cluster.paths.config}/ray_nodes.py"
 
 
 def carry_over_path(cluster: Cluster) -> str:
@@ -56,7 +57,7 @@ def ray_container(cluster: Cluster, name: str, image: str) -> list[str]:
         *flag_arguments(cluster.ray.flags),
     ]
     return [
-        *_docker_run(cluster, name, RAY),
+        *docker_run(cluster, name, RAY),
         "--ipc=shareable",
         f"--shm-size={cluster.container.shm_size}",
         f"--volume={SHARED_TMP}:/tmp",
@@ -69,7 +70,7 @@ def ray_container(cluster: Cluster, name: str, image: str) -> list[str]:
 
 def serve_container(cluster: Cluster, name: str, image: str) -> list[str]:
     """docker run for vllm serve on node `name`: the head, or with executor mp every node."""
-    run = _docker_run(cluster, name, SERVE)
+    run = docker_run(cluster, name, SERVE)
     if cluster.executor == "ray":
         path = carry_over_path(cluster)
         run += [
@@ -81,6 +82,57 @@ def serve_container(cluster: Cluster, name: str, image: str) -> list[str]:
     else:
         run += [f"--shm-size={cluster.container.shm_size}"]
     return [*run, "--entrypoint=vllm", *cluster.container.flags, image, *_serve(cluster, name)]
+
+
+def program_path(cluster: Cluster, program: str) -> str:
+    """A program of remote/ on a host."""
+    return f"{cluster.paths.config}/{program}.py"
+
+
+def reach_at_boot(cluster: Cluster, name: str) -> list[str]:
+    """What a worker's unit waits with until the head's Ray can be reached."""
+    wanted = {**reach(cluster, name), "deadline": cluster.deadlines.ray, "tell": True}
+    return ["python3", program_path(cluster, "reach"), "reach", json.dumps(wanted)]
+
+
+def reach(cluster: Cluster, name: str) -> dict[str, Any]:
+    """The argument of remote/reach.py on node `name`."""
+    return {
+        "address": str(cluster.head_address),
+        "port": cluster.ray.port,
+        "deadline": cluster.deadlines.reach,
+        "source": str(cluster.address(name)),
+    }
+
+
+def completion(cluster: Cluster, deadline: int, max_tokens: int) -> dict[str, Any]:
+    """The argument of remote/completion.py on the head."""
+    listen = cluster.serve.host
+    return {
+        "host": "127.0.0.1" if listen == "0.0.0.0" else listen,  # noqa: S104
+        "port": cluster.serve.port,
+        "model": cluster.served_model_name,
+        "deadline": deadline,
+        "prompt": PROMPT,
+        "max_tokens": max_tokens,
+        "secrets": secrets_path(cluster),
+    }
+
+
+def watchdog(cluster: Cluster) -> list[str]:
+    """What the watchdog's service runs."""
+    settings = cluster.watchdog
+    wanted = {
+        "completion": completion(cluster, settings.deadline, 1),
+        "unit": f"{SERVE}.service",
+        "group_unit": f"{RAY if cluster.executor == 'ray' else SERVE}.service",
+        "state": f"/run/{WATCHDOG}/state.json",
+        "failures": settings.failures,
+        "minimum_uptime": settings.minimum_uptime,
+        "cool_down": settings.cool_down,
+        "restarts_per_hour": settings.restarts_per_hour,
+    }
+    return ["python3", program_path(cluster, "watchdog"), "watchdog", json.dumps(wanted)]
 
 
 def ray_nodes(cluster: Cluster, deadline: int) -> list[str]:
@@ -101,7 +153,7 @@ def ray_nodes_at_boot(cluster: Cluster) -> list[str]:
     """The same for a unit, which takes the program from its file."""
     program, *arguments = ray_nodes(cluster, cluster.deadlines.ray)
     script = f'exec {program} "$@" < "$0"'
-    return ["sh", "-c", script, ray_nodes_path(cluster), *arguments]
+    return ["sh", "-c", script, program_path(cluster, "ray_nodes"), *arguments]
 
 
 def _serve(cluster: Cluster, name: str) -> list[str]:
@@ -133,7 +185,8 @@ def _serve(cluster: Cluster, name: str) -> list[str]:
     return arguments + flag_arguments(serve.flags)
 
 
-def _docker_run(cluster: Cluster, name: str, container: str) -> list[str]:
+def docker_run(cluster: Cluster, name: str, container: str) -> list[str]:
+    """The arguments that every container of ours on node `name` begins with."""
     settings, has_hcas = cluster.container, bool(cluster.hosts[name].fabric.hcas)
     arguments = [
         *("docker", "run", "--rm", f"--name={container}", "--network=host"),

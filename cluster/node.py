@@ -14,9 +14,14 @@ from importlib.resources import files
 from cluster import commands
 from cluster.environment import env_file, node_environment, secret_environment
 from cluster.settings import Cluster
-from cluster.units import UNIT_DIRECTORY, ray_unit, serve_unit
+from cluster.units import UNIT_DIRECTORY, ray_unit, serve_unit, watchdog_units
 
 IMAGE_HEADER = "image "
+PROGRAMS = ("reach", "ray_nodes", "completion", "watchdog")
+"""The programs of remote/ that units run, as files on the hosts."""
+WATCHDOG_TIMER = f"{commands.WATCHDOG}.timer"
+UNITS = (commands.RAY, commands.SERVE, commands.WATCHDOG, WATCHDOG_TIMER)
+"""Every unit that a deployment may have written on a host, whatever its role."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +73,8 @@ class Node:
 
 
 def unit_path(unit: str) -> str:
-    """Path of a unit file of ours."""
-    return f"{UNIT_DIRECTORY}/{unit}.service"
+    """Path of a unit file of ours; a name without a suffix is a service's."""
+    return f"{UNIT_DIRECTORY}/{unit if '.' in unit else f'{unit}.service'}"
 
 
 def containers(cluster: Cluster, name: str) -> list[str]:
@@ -83,10 +88,9 @@ def paths(cluster: Cluster) -> list[str]:
     """Every path that a deployment may have written on a host, whatever its role."""
     return [
         commands.node_env_path(cluster),
-        commands.ray_nodes_path(cluster),
         commands.carry_over_path(cluster),
-        unit_path(commands.RAY),
-        unit_path(commands.SERVE),
+        *(commands.program_path(cluster, program) for program in PROGRAMS),
+        *(unit_path(unit) for unit in UNITS),
     ]
 
 
@@ -109,19 +113,28 @@ def render(cluster: Cluster, name: str, image: Image) -> Node:
         definitions[commands.RAY] = ray_definition(cluster, name, image.id)
         run = _labelled(commands.ray_container(cluster, name, image.id), definitions[commands.RAY])
         rendered.append(File(unit_path(commands.RAY), ray_unit(cluster, name, run)))
+        if name != cluster.head:
+            rendered.append(_program(cluster, "reach"))
     if commands.SERVE in containers(cluster, name):
         if cluster.executor == "ray":
-            program = files("cluster.remote").joinpath("ray_nodes.py")
             rendered += [
                 File(commands.carry_over_path(cluster), _carry_over(cluster)),
-                File(commands.ray_nodes_path(cluster), program.read_text(encoding="utf-8")),
+                _program(cluster, "ray_nodes"),
             ]
         definitions[commands.SERVE] = serve_definition(cluster, name, image.id)
         run = _labelled(
             commands.serve_container(cluster, name, image.id), definitions[commands.SERVE]
         )
         rendered.append(File(unit_path(commands.SERVE), serve_unit(cluster, name, run)))
+    if name == cluster.head and cluster.watchdog.enabled:
+        rendered += [_program(cluster, "completion"), _program(cluster, "watchdog")]
+        rendered += [File(unit_path(unit), text) for unit, text in watchdog_units(cluster).items()]
     return Node(name, tuple(rendered), definitions)
+
+
+def _program(cluster: Cluster, program: str) -> File:
+    text = files("cluster.remote").joinpath(f"{program}.py").read_text(encoding="utf-8")
+    return File(commands.program_path(cluster, program), text)
 
 
 def ray_definition(cluster: Cluster, name: str, image: str) -> str:

@@ -64,7 +64,7 @@ def look(host: Host) -> HostState:
         wanted = {
             "image": cluster.image,
             "containers": [commands.RAY, commands.SERVE],
-            "units": [commands.RAY, commands.SERVE],
+            "units": list(node.UNITS),
             "files": node.paths(cluster),
             "secret_files": [commands.secrets_path(cluster)],
             "label": commands.DEFINITION_LABEL,

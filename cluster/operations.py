@@ -38,6 +38,7 @@ from cluster.settings import Cluster
 Commands = Generator[PyinfraCommand, None, None]
 
 Parameters = ParamSpec("Parameters")
+_QUIETLY = (">/dev/null", "2>&1", "||", "true")
 
 
 def _guarded(function: Callable[Parameters, Commands]) -> Callable[Parameters, Commands]:
@@ -53,7 +54,8 @@ def _guarded(function: Callable[Parameters, Commands]) -> Callable[Parameters, C
     return guarded
 
 
-PROMPT = "Say hello in one short sentence."
+MAX_TOKENS = 16
+"""Of the completion at the end of a deploy."""
 
 
 @operation()
@@ -224,6 +226,10 @@ def rendered(cluster: Cluster) -> Commands:
         host.noop("files are current")
 
 
+def _full(unit: str) -> str:
+    return unit if "." in unit else f"{unit}.service"
+
+
 def _is_current(file: File, found: HostState) -> bool:
     if file.is_secret:
         return found.secret_files.get(file.path) == file.sha256
@@ -310,6 +316,24 @@ def running(cluster: Cluster, unit: str, ready: str, deadline: int) -> Commands:
 
 @operation()
 @_guarded
+def watched(cluster: Cluster) -> Commands:
+    """Have the watchdog's timer running, or not, as cluster.yaml says.
+
+    + cluster: the cluster
+    """
+    timer = node.WATCHDOG_TIMER
+    found = observed.look(host)
+    is_on = found.unit(timer, "ActiveState") == "active"
+    is_enabled = found.unit(timer, "UnitFileState") == "enabled"
+    if not cluster.watchdog.enabled or (is_on and is_enabled):
+        host.noop("the watchdog is as it should be")
+        return
+    yield StringCommand("systemctl", "enable", "--quiet", "--now", timer)
+    observed.forget(host)
+
+
+@operation()
+@_guarded
 def head_reached(cluster: Cluster, unless_serving: bool = False) -> Commands:
     """Stop unless this host reaches Ray's head over the fabric.
 
@@ -319,12 +343,7 @@ def head_reached(cluster: Cluster, unless_serving: bool = False) -> Commands:
     if not state.is_executing or (unless_serving and observed.serves(cluster)):
         host.noop("checked at run time, or proven by what runs")
         return
-    wanted = {
-        "address": str(cluster.head_address),
-        "port": cluster.ray.port,
-        "deadline": cluster.deadlines.reach,
-        "source": str(cluster.address(host.name)),
-    }
+    wanted = commands.reach(cluster, host.name)
     problem = host.get_fact(ReachesRay, wanted=wanted, _stdin=source("reach"))
     if problem:
         yield _refuse(*problem.splitlines())
@@ -361,16 +380,7 @@ def answers(cluster: Cluster) -> Commands:
     if not state.is_executing:
         host.noop("asked at run time")
         return
-    listen = cluster.serve.host
-    wanted = {
-        "host": "127.0.0.1" if listen == "0.0.0.0" else listen,  # noqa: S104
-        "port": cluster.serve.port,
-        "model": cluster.served_model_name,
-        "deadline": cluster.deadlines.completion,
-        "prompt": PROMPT,
-        "max_tokens": 24,
-        "secrets": commands.secrets_path(cluster),
-    }
+    wanted = commands.completion(cluster, cluster.deadlines.completion, MAX_TOKENS)
     answer = host.get_fact(Completion, wanted=wanted, _stdin=source("completion"))
     if answer.error:
         yield _refuse(
@@ -461,7 +471,7 @@ def _report(cluster: Cluster, answer: Answer) -> None:
         ("hosts", ", ".join(f"{name} {cluster.address(name)}" for name in cluster.nodes)),
         ("ranks", f"tensor x pipeline = {ranks}, executor {cluster.executor}"),
         ("image", f"{cluster.image}: {image.versions}" if image else cluster.image),
-        ("prompt", PROMPT),
+        ("prompt", commands.PROMPT),
         ("answer", f"{answer.text!r} ({answer.tokens} tokens in {answer.seconds} s)"),
         ("URL", api_url(cluster)),
     ]
@@ -471,20 +481,22 @@ def _report(cluster: Cluster, answer: Answer) -> None:
 
 @operation()
 @_guarded
-def stopped(unit: str) -> Commands:
-    """Have a unit stopped and not started at boot, and its container gone.
+def stopped(units: list[str]) -> Commands:
+    """Have units stopped, in this order, and not started at boot, and their containers gone.
 
-    + unit: vllm-ray or vllm-serve
+    + units: of node.UNITS
     """
     found = observed.look(host)
-    is_loaded = found.unit(unit, "LoadState") not in {"", "not-found"}
-    if not is_loaded and unit not in found.containers:
-        host.noop(f"{unit} is not here")
-        return
-    if is_loaded:
-        yield StringCommand("systemctl", "disable", "--quiet", "--now", f"{unit}.service")
-    yield StringCommand("docker", "rm", "--force", unit, ">/dev/null", "2>&1", "||", "true")
-    observed.forget(host)
+    for unit in units:
+        is_loaded = found.unit(unit, "LoadState") not in {"", "not-found"}
+        if is_loaded:
+            yield StringCommand("systemctl", "disable", "--quiet", "--now", _full(unit))
+        if is_loaded or unit in found.containers:
+            is_container = unit in (commands.RAY, commands.SERVE)
+            if is_container:
+                yield StringCommand("docker", "rm", "--force", unit, *_QUIETLY)
+            observed.forget(host)
+    host.noop("nothing of it is here")
 
 
 @operation()
@@ -505,7 +517,7 @@ def removed(cluster: Cluster) -> Commands:
         *("rmdir", "--ignore-fail-on-non-empty", QuoteString(cluster.paths.config)),
         *("&&", "docker", "volume", "rm", "--force", commands.SHARED_TMP, ">/dev/null", "&&"),
         *("systemctl", "daemon-reload", "&&", "systemctl", "reset-failed"),
-        *(f"{unit}.service" for unit in (commands.RAY, commands.SERVE)),
+        *(_full(unit) for unit in node.UNITS),
         *("2>/dev/null", "||", "true"),
     )
     observed.forget(host)

@@ -269,12 +269,41 @@ class Deadlines(_Section):
     """Start of Ray on one host, and until Ray lists all hosts."""
     reach: Seconds = 15
     """Until a host reaches the head's Ray over the fabric."""
+    prove: Seconds = 8
+    """One network layer between all hosts, before vllm serve starts."""
     serve: Seconds = 3600
     """Start of vllm serve: weights, compilation, KV cache."""
     completion: Seconds = 120
     """The completion at the end."""
     stop: Seconds = 60
     """Stop of one container."""
+
+
+class Prove(_Section):
+    """What prove expects of the network, beside that every layer goes over the fabric."""
+
+    nccl_floor: Annotated[float, Field(gt=0)] | None = None
+    """Warn below this bandwidth of an all-reduce with NCCL, in GB/s (bus bandwidth, 64 MiB).
+    20 and more is normal for two DGX Sparks with both HCAs of the port."""
+
+
+class Watchdog(_Section):
+    """Asks for one token now and then, and restarts vllm serve when it is wedged."""
+
+    enabled: bool = True
+    """A systemd timer on the head; no daemon."""
+    every: Seconds = 60
+    """Seconds between two questions."""
+    deadline: Seconds = 30
+    """Seconds to wait for the token; after that, growing token counters mean busy, not wedged."""
+    failures: Count = 3
+    """Questions in a row that have to fail before a restart."""
+    minimum_uptime: Seconds = 600
+    """Seconds that vllm serve has to be up before it may be restarted."""
+    cool_down: Seconds = 900
+    """Seconds between two restarts."""
+    restarts_per_hour: Count = 2
+    """After so many it stops trying and says so. The second restarts Ray, too."""
 
 
 class SecretSource(_Section):
@@ -313,6 +342,10 @@ class Cluster(_Section):
     """Options of docker run."""
     deadlines: Deadlines = Deadlines()
     """Seconds."""
+    prove: Prove = Prove()
+    """What prove expects of the network."""
+    watchdog: Watchdog = Watchdog()
+    """What finds a wedged engine."""
     env: dict[VariableName, EnvValue] = Field(default_factory=dict)
     """Variables for all hosts; they beat everything derived. null removes a variable."""
     silence: dict[FlagName, Text] = Field(default_factory=dict)

@@ -43,6 +43,7 @@ def ray_unit(cluster: Cluster, name: str, run: list[str]) -> str:
         run=run,
         # What an earlier session left in /tmp would be taken for the running one.
         prepare=[["docker", "volume", "rm", "--force", commands.SHARED_TMP]],
+        wait=None if role == "head" else commands.reach_at_boot(cluster, name),
     )
 
 
@@ -63,6 +64,41 @@ def serve_unit(cluster: Cluster, name: str, run: list[str]) -> str:
         wait=commands.ray_nodes_at_boot(cluster),
         relations=[f"After={commands.RAY}.service", f"PartOf={commands.RAY}.service"],
     )
+
+
+def watchdog_units(cluster: Cluster) -> dict[str, str]:
+    """vllm-watchdog.service and its timer, by file name."""
+    name, every = commands.WATCHDOG, cluster.watchdog.every
+    service = [
+        "# Written by multinode-vllm; change cluster.yaml and deploy instead of this file.",
+        "[Unit]",
+        f"Description=Ask vllm serve of cluster {cluster.name} for a token",
+        f"After={commands.SERVE}.service",
+        "",
+        "[Service]",
+        "Type=oneshot",
+        f"ExecStart={exec_line(commands.watchdog(cluster))}",
+        f"RuntimeDirectory={name}",
+        "RuntimeDirectoryPreserve=yes",
+        f"TimeoutStartSec={cluster.watchdog.deadline + 60}",
+    ]
+    timer = [
+        "# Written by multinode-vllm; change cluster.yaml and deploy instead of this file.",
+        "[Unit]",
+        f"Description=Ask vllm serve of cluster {cluster.name} for a token every {every} s",
+        "",
+        "[Timer]",
+        f"OnActiveSec={every}",
+        f"OnUnitInactiveSec={every}",
+        "AccuracySec=1",
+        "",
+        "[Install]",
+        "WantedBy=timers.target",
+    ]
+    return {
+        f"{name}.service": "\n".join(service) + "\n",
+        f"{name}.timer": "\n".join(timer) + "\n",
+    }
 
 
 def _unit(

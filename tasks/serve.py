@@ -1,4 +1,4 @@
-"""Start vllm serve: on the head, or with executor mp one rank on every host."""
+"""Start vllm serve: on the head, or with executor mp one rank on every host; then its watchdog."""
 
 from pyinfra import host
 
@@ -14,3 +14,6 @@ if commands.SERVE in node.containers(cluster, host.name):
         ready="serve" if host.name == cluster.head else "headless",
         deadline=cluster.deadlines.serve,
     )
+
+if host.name == cluster.head:
+    operations.watched(name="Start the watchdog", cluster=cluster)

@@ -5,17 +5,21 @@ Models and caches stay on the hosts. A deploy afterwards starts from nothing.
 
 from pyinfra import host
 
-from cluster import commands, operations
+from cluster import commands, node, operations
 
 cluster = host.data.cluster
 
-if host.name == cluster.head or cluster.executor == "mp":
-    operations.stopped(name="Stop vllm serve", unit=commands.SERVE)
+if host.name == cluster.head:
+    operations.stopped(
+        name="Stop vllm serve and its watchdog", units=[node.WATCHDOG_TIMER, commands.SERVE]
+    )
+elif cluster.executor == "mp":
+    operations.stopped(name="Stop the other ranks of vllm serve", units=[commands.SERVE])
 
 if host.name != cluster.head:
-    operations.stopped(name="Stop the Ray workers", unit=commands.RAY)
+    operations.stopped(name="Stop the Ray workers", units=[commands.RAY])
 
 if host.name == cluster.head:
-    operations.stopped(name="Stop the Ray head", unit=commands.RAY)
+    operations.stopped(name="Stop the Ray head", units=[commands.RAY])
 
 operations.removed(name="Remove our units and files", cluster=cluster)

@@ -35,6 +35,7 @@ class FakeHost:
     files: dict[str, str] = field(default_factory=dict)
     running: dict[str, str] = field(default_factory=dict)
     """Running containers: name -> definition label."""
+    timers: set[str] = field(default_factory=set)
     starts: list[str] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
@@ -43,6 +44,7 @@ class FakeHost:
     prefixed: dict[str, list[str]] = field(default_factory=dict)
     hcas: list[dict[str, Any]] = field(default_factory=list)
     probe_changes: dict[str, Any] = field(default_factory=dict)
+    proof_changes: dict[str, Any] = field(default_factory=dict)
     untold: bool = False
     """A unit file has changed and systemd has not been told."""
     completion: dict[str, Any] = field(
@@ -93,11 +95,40 @@ class FakeHost:
             **self.probe_changes,
         }
 
+    def proof(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        """Answer like remote/prove.py on a host where every layer goes over the fabric."""
+        interface, (address,) = next(row for row in self.addresses.items() if row[0] != "lo")
+        layers = ["ray", "c10d", "gloo", "queue"] if wanted["gcs"] else ["c10d", "gloo", "queue"]
+        results: dict[str, Any] = {
+            layer: {"state": "ok", "seconds": 0.1, "addresses": [address]} for layer in layers
+        }
+        hcas = " ".join(f"[{n}]{hca['name']}:{hca['port']}/RoCE" for n, hca in enumerate(self.hcas))
+        results["nccl"] = {
+            "state": "ok",
+            "addresses": [address],
+            "busbw_gb_s": 22.5,
+            "nccl_lines": [
+                f"NCCL INFO Bootstrap: Using {interface}:{address}<0>",
+                f"NCCL INFO NET/IB : Using {hcas} [RO]; OOB {interface}:{address}<0>",
+                "NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/"
+                + ("IB/0" if hcas else "Socket/0"),
+            ],
+        }
+        return {
+            "rank": wanted["rank"],
+            "hostname": "h",
+            "addresses": self.addresses,
+            "environment": {},
+            "seconds": 1,
+            "layers": results,
+            **self.proof_changes,
+        }
+
     def unit(self, name: str) -> dict[str, str]:
         """Answer like systemctl show."""
         if unit_path(name) not in self.files:
             return {"Id": f"{name}.service", "LoadState": "not-found", "ActiveState": "inactive"}
-        is_active = name in self.running
+        is_active = name in self.running or name in self.timers
         return {
             "LoadState": "loaded",
             "ActiveState": "active" if is_active else "inactive",
@@ -112,6 +143,8 @@ class FakeHost:
         elif "python3 - probe" in command:
             words = shlex.split(command)
             yield json.dumps(self.probe(json.loads(words[words.index("probe") + 1])))
+        elif "python3 - prove" in command or " - prove " in command:
+            yield json.dumps(self.proof(json.loads(shlex.split(command)[-1])))
         elif command.startswith("python3 - completion"):
             yield json.dumps(self.completion)
         elif "importlib.metadata" in command:
@@ -130,6 +163,10 @@ class FakeHost:
             found = re.search(label, self.files[unit_path(start[1])])
             assert found
             self.running[start[1]] = found[1]
+        elif timer := re.search(r"systemctl enable --quiet --now (\S+\.timer)", command):
+            self.timers.add(timer[1])
+        elif timer := re.search(r"systemctl disable --quiet --now (\S+\.timer)", command):
+            self.timers.discard(timer[1])
         elif stop := re.search(r"systemctl (?:stop|disable --quiet --now) (\S+)\.service", command):
             self.running.pop(stop[1], None)
         elif command.startswith("rm -f "):

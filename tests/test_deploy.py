@@ -19,7 +19,11 @@ DEPLOY = [
     "tasks/ray_head.py | Reach the Ray head over the fabric",
     "tasks/ray_workers.py | Start the Ray workers",
     "tasks/ray_workers.py | Wait until Ray lists every node",
+    "tasks/prove.py | Read what the head runs",
+    "tasks/prove.py | Prove every network layer",
+    "tasks/prove.py | Judge the layers",
     "tasks/serve.py | Start vllm serve",
+    "tasks/serve.py | Start the watchdog",
     "tasks/verify.py | Ask for a completion",
 ]
 
@@ -38,7 +42,7 @@ def test_a_second_run_changes_nothing(run: Pyinfra, fleet: Fleet) -> None:
     second = run("-y", "deploy.py")
     assert first.changes > 5
     assert second.changes == 0
-    assert second.output.count("No changes") == len(DEPLOY) + 4  # the worker shares four of them
+    assert second.output.count("No changes") == len(DEPLOY) + 5  # the worker shares five of them
     assert fleet["spark-1"].starts == ["vllm-ray", "vllm-serve"]
     # node_state; on the head the completion, too
     assert {name: len(commands) for name, commands in second.commands.items()} == {
@@ -254,7 +258,7 @@ def test_secrets_show_nowhere(run: Pyinfra, fleet: Fleet, monkeypatch: pytest.Mo
             ],
         ),
         ("ray_workers", ["Start the Ray workers", "Wait until Ray lists every node"]),
-        ("serve", ["Start vllm serve"]),
+        ("serve", ["Start vllm serve", "Start the watchdog"]),
         ("verify", ["Ask for a completion"]),
         (
             "status",
@@ -264,7 +268,7 @@ def test_secrets_show_nowhere(run: Pyinfra, fleet: Fleet, monkeypatch: pytest.Mo
         (
             "stop",
             [
-                "Stop vllm serve",
+                "Stop vllm serve and its watchdog",
                 "Stop the Ray workers",
                 "Stop the Ray head",
                 "Remove our units and files",
@@ -293,6 +297,7 @@ def test_stop_leaves_nothing_and_can_be_repeated(run: Pyinfra, fleet: Fleet) -> 
     assert [fleet[name].files for name in ("spark-1", "spark-2")] == [{}, {}]
     stops = [(name, command.split()[-1]) for name, command in fleet.history if "--now" in command]
     assert stops == [
+        ("spark-1", "vllm-watchdog.timer"),
         ("spark-1", "vllm-serve.service"),
         ("spark-2", "vllm-ray.service"),
         ("spark-1", "vllm-ray.service"),

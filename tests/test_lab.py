@@ -30,6 +30,7 @@ ROOT = Path(__file__).parent.parent
 BASE = ROOT / "tests" / "lab" / "cluster.yaml"
 OURS = [
     "/etc/vllm",
+    "/etc/systemd/system/vllm-watchdog.*",
     "/etc/systemd/system/vllm-ray.service",
     "/etc/systemd/system/vllm-serve.service",
 ]

@@ -7,6 +7,7 @@ Prints {"text", "seconds", "tokens"} or {"error"}.
 
 from __future__ import annotations
 
+import http.client
 import json
 import pathlib
 import sys
@@ -50,14 +51,15 @@ def ask(wanted: Dict[str, Any]) -> Dict[str, Any]:
             raise
         detail = error.read().decode(errors="replace")
         if "template" not in detail:
-            raise ValueError(detail) from None
+            return {"error": "HTTP 400: %s" % detail[:500]}
         # A base model has no chat template.
         answer = post(wanted, "completions", dict(body, prompt=wanted["prompt"]))
         text = answer["choices"][0]["text"]
     return {"text": text, "tokens": answer.get("usage", {}).get("completion_tokens")}
 
 
-def main(wanted: Dict[str, Any]) -> None:
+def answer(wanted: Dict[str, Any]) -> Dict[str, Any]:
+    """Ask; return {"text", "seconds", "tokens"} or {"error", "seconds"}."""
     began = time.monotonic()
     try:
         result = ask(wanted)
@@ -66,10 +68,11 @@ def main(wanted: Dict[str, Any]) -> None:
         result = {"error": "HTTP %d: %s" % (error.code, detail[:500])}
     except urllib.error.URLError as error:
         result = {"error": str(error.reason)}
-    except (OSError, ValueError, KeyError, IndexError) as error:
+    except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError) as error:
         result = {"error": "%s: %s" % (type(error).__name__, error)}
     result["seconds"] = round(time.monotonic() - began, 3)
-    print(json.dumps(result))
+    return result
 
 
-main(json.loads(sys.argv[2]))
+if __name__ == "__main__":
+    print(json.dumps(answer(json.loads(sys.argv[2]))))

@@ -89,7 +89,7 @@ def main(wanted: Dict[str, Any]) -> None:
         "systemctl",
         "show",
         "--property=" + UNIT_PROPERTIES,
-        *(name + ".service" for name in wanted["units"]),
+        *(name if "." in name else name + ".service" for name in wanted["units"]),
     )
     addresses = start("ip", "-o", "-4", "addr", "show")
     files = {path: read(path) for path in wanted["files"]}
@@ -128,7 +128,7 @@ def main(wanted: Dict[str, Any]) -> None:
     for block in units_out.decode(errors="replace").split("\n\n"):
         rows = dict(line.partition("=")[::2] for line in block.splitlines() if "=" in line)
         if rows.get("Id"):
-            state["units"][rows["Id"][: -len(".service")]] = rows
+            state["units"][rows["Id"].partition(".service")[0]] = rows
     print(json.dumps(state))
 
 

@@ -1,6 +1,7 @@
 """Waits until this host reaches Ray's GCS over the fabric; says why when it does not.
 
-Argument (JSON): address, port, deadline (seconds), source (our own fabric address).
+Argument (JSON): address, port, deadline (seconds), source (our own fabric address), tell (print
+why it waits; for a unit's journal).
 The GCS speaks gRPC, so it answers HTTP/2: an open port of another program does not count.
 """
 
@@ -49,12 +50,17 @@ def reason(error: OSError, source: str) -> str:
 
 def main(wanted: Dict[str, Any]) -> int:
     end = time.monotonic() + wanted["deadline"]
+    told = None
     while True:
         why = ask(wanted["address"], wanted["port"], wanted["source"], 2)
         if why is None:
             return 0
         if time.monotonic() >= end:
             break
+        if why != told and wanted.get("tell"):
+            print("waiting for Ray's head %s:%s: %s" % (wanted["address"], wanted["port"], why))
+            sys.stdout.flush()
+            told = why
         time.sleep(0.5)
     sys.stderr.write(
         "Ray's head %s:%s cannot be reached from %s: %s\n"
@@ -63,4 +69,5 @@ def main(wanted: Dict[str, Any]) -> int:
     return 1
 
 
-sys.exit(main(json.loads(sys.argv[2])))
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[2])))

@@ -4,7 +4,7 @@ import json
 import re
 
 from cluster.load import load
-from cluster.node import Image, Versions, render
+from cluster.node import WATCHDOG_TIMER, Image, Versions, render
 from tests.fleet import fake
 
 _cluster = fake(load())
@@ -29,7 +29,7 @@ def _settled(name: str) -> dict[re.Pattern[str], str]:
             }
             for container, definition in node.definitions.items()
         },
-        "units": dict.fromkeys(node.definitions, unit),
+        "units": dict.fromkeys((*node.definitions, WATCHDOG_TIMER), unit),
         "files": {file.path: file.content for file in node.files},
         "secret_files": {},
         "listening": True,
