@@ -22,6 +22,8 @@ SHARED_TMP = "vllm-tmp"
 """The Docker volume that is /tmp in both containers."""
 WATCHDOG = "vllm-watchdog"
 """Name of the timer and its service on the head."""
+WATCHDOG_STATE = f"/run/{WATCHDOG}/state.json"
+"""What the watchdog remembers and last found; gone after a reboot."""
 CLUSTER_LABEL = "multinode-vllm.cluster"
 DEFINITION_LABEL = "multinode-vllm.definition"
 
@@ -126,7 +128,7 @@ def watchdog(cluster: Cluster) -> list[str]:
         "completion": completion(cluster, settings.deadline, 1),
         "unit": f"{SERVE}.service",
         "group_unit": f"{RAY if cluster.executor == 'ray' else SERVE}.service",
-        "state": f"/run/{WATCHDOG}/state.json",
+        "state": WATCHDOG_STATE,
         "failures": settings.failures,
         "minimum_uptime": settings.minimum_uptime,
         "cool_down": settings.cool_down,

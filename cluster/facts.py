@@ -75,6 +75,7 @@ class HostState:
     secret_files: dict[str, str | None]
     listening: bool
     addresses: dict[str, list[str]]
+    watchdog: str = ""
 
     def unit(self, name: str, key: str) -> str:
         """A property of a unit as systemctl show gives it; "" where there is none."""
@@ -169,12 +170,13 @@ class RayNodes(FactBase[str]):
 
 @dataclass(frozen=True)
 class Answer:
-    """A completion, or why there is none."""
+    """A completion, or why there is none; and what /metrics says, where it was asked for."""
 
     seconds: float
     text: str = ""
     tokens: int | None = None
     error: str | None = None
+    metrics: dict[str, float] | None = None
 
 
 class Completion(FactBase[Answer]):
@@ -220,3 +222,22 @@ class HostProbe(FactBase[dict[str, Any]]):
         except ValueError:
             return {"garbage": f"the probe printed no JSON: {output[-1][:120]!r}"}
         return found if isinstance(found, dict) else {"garbage": "the probe printed no object"}
+
+
+class LayerProof(FactBase[dict[str, Any]]):
+    """What a rank says of every network layer. Pass _stdin=source("prove").
+
+    All ranks have to run this at the same time. Raises nothing: see HostProbe.
+    """
+
+    def command(self, arguments: list[str]) -> StringCommand:
+        """`arguments` is proof.command()."""
+        return StringCommand(*map(QuoteString, arguments))
+
+    def process(self, output: list[str]) -> dict[str, Any]:
+        """Parse the last line, which is JSON."""
+        try:
+            found = json.loads(output[-1])
+        except ValueError:
+            return {"garbage": f"it printed no JSON: {output[-1][:120]!r}"}
+        return found if isinstance(found, dict) else {"garbage": "it printed no object"}

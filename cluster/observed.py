@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -41,6 +41,7 @@ class _Memory:
     image: Image | None = None
     wanted: tuple[Image, Node] | None = None
     ray_restarted: bool = False
+    to_restart: set[str] = field(default_factory=set)
     probe: Probe | None = None
     probe_error: str | None = None
 
@@ -68,6 +69,7 @@ def look(host: Host) -> HostState:
             "files": node.paths(cluster),
             "secret_files": [commands.secrets_path(cluster)],
             "label": commands.DEFINITION_LABEL,
+            "watchdog": commands.WATCHDOG_STATE,
             "port": cluster.serve.port if host.name == cluster.head else None,
         }
         memory.state = host.get_fact(
@@ -206,12 +208,23 @@ def runs(host: Host, unit: str) -> bool:
     found = look(host)
     container = found.containers.get(unit)
     return (
-        container is not None
+        unit not in _memory(host).to_restart
+        and container is not None
         and container.definition == wanted(host).definitions.get(unit)
         and container.status == "running"
         and found.unit(unit, "ActiveState") == "active"
         and found.unit(unit, "UnitFileState") == "enabled"
     )
+
+
+def restart(host: Host, units: list[str]) -> None:
+    """Have this run start units of a host anew, although they run as wanted."""
+    _memory(host).to_restart.update(units)
+
+
+def started(host: Host, unit: str) -> None:
+    """Remember that a unit has been started in this run."""
+    _memory(host).to_restart.discard(unit)
 
 
 def note_ray_restart(host: Host) -> None:

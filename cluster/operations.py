@@ -275,6 +275,19 @@ def paused() -> Commands:
     observed.forget(host)
 
 
+@operation(is_idempotent=False)
+@_guarded
+def restarting(cluster: Cluster) -> Commands:
+    """Have the operations behind this one start every unit of this host anew.
+
+    + cluster: the cluster
+    """
+    observed.restart(host, node.containers(cluster, host.name))
+    if commands.SERVE in node.containers(cluster, host.name):
+        yield StringCommand("systemctl", "stop", f"{commands.SERVE}.service")
+        observed.forget(host)
+
+
 @operation()
 @_guarded
 def running(cluster: Cluster, unit: str, ready: str, deadline: int) -> Commands:
@@ -302,6 +315,7 @@ def running(cluster: Cluster, unit: str, ready: str, deadline: int) -> Commands:
         yield StringCommand("systemctl", "reset-failed", service, "2>/dev/null", "||", "true")
         yield StringCommand("systemctl", "enable", "--quiet", service)
         yield StringCommand("systemctl", "start", "--no-block", service)
+        observed.started(host, unit)
     table = _phases()[ready]
     wanted = {
         "unit": unit,
@@ -372,15 +386,17 @@ def nodes_listed(cluster: Cluster, unless_serving: bool = False) -> Commands:
 
 @operation()
 @_guarded
-def answers(cluster: Cluster) -> Commands:
+def answers(cluster: Cluster, with_metrics: bool = False) -> Commands:
     """Stop unless a completion comes back; report it.
 
     + cluster: the cluster
+    + with_metrics: also what /metrics says of requests, KV cache and tokens
     """
     if not state.is_executing:
         host.noop("asked at run time")
         return
     wanted = commands.completion(cluster, cluster.deadlines.completion, MAX_TOKENS)
+    wanted["metrics"] = with_metrics
     answer = host.get_fact(Completion, wanted=wanted, _stdin=source("completion"))
     if answer.error:
         yield _refuse(
@@ -412,6 +428,11 @@ def status_shown(cluster: Cluster) -> Commands:
     if state.is_executing:
         rows = [_status_row(cluster, each) for each in state.inventory.get_active_hosts()]
         _print_table(("host", "role", "fabric", commands.RAY, commands.SERVE, "image"), rows)
+        head = next(
+            (each for each in state.inventory.get_active_hosts() if each.name == cluster.head), None
+        )
+        if head is not None:
+            logger.info(f"    watchdog: {_watchdog_status(cluster, observed.look(head))}")
     host.noop("shown")
     yield from ()
 
@@ -425,6 +446,19 @@ def _status_row(cluster: Cluster, each: Host) -> tuple[str, ...]:
     )
     role = cluster.hosts[each.name].role
     return (each.name, role, str(cluster.address(each.name)), *cells, image)
+
+
+def _watchdog_status(cluster: Cluster, found: HostState) -> str:
+    if not cluster.watchdog.enabled:
+        return "off, by cluster.yaml"
+    if found.unit(node.WATCHDOG_TIMER, "ActiveState") != "active":
+        return "not running"
+    try:
+        last = json.loads(found.watchdog)
+    except ValueError:
+        return "on, has not asked yet"
+    restarts = len(last.get("restarts", []))
+    return f"{last.get('verdict')}, {last.get('why')}; {restarts} restarts in the last hour"
 
 
 def _unit_status(found: HostState, unit: str, definition: str | None) -> str:
@@ -475,8 +509,22 @@ def _report(cluster: Cluster, answer: Answer) -> None:
         ("answer", f"{answer.text!r} ({answer.tokens} tokens in {answer.seconds} s)"),
         ("URL", api_url(cluster)),
     ]
+    if answer.metrics:
+        rows.append(("load", _load(answer.metrics)))
     for label, text in rows:
         logger.info(f"    {click.style(label.ljust(7), bold=True)} {text}")
+
+
+def _load(metrics: dict[str, float]) -> str:
+    def count(name: str) -> str:
+        return f"{metrics.get(name, 0):,.0f}"
+
+    return (
+        f"{count('num_requests_running')} requests running, "
+        f"{count('num_requests_waiting')} waiting, "
+        f"KV cache {metrics.get('kv_cache_usage_perc', 0):.0%} full, "
+        f"{count('generation_tokens_total')} tokens generated since its start"
+    )
 
 
 @operation()

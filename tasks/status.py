@@ -15,4 +15,4 @@ if host.name == operations.reporter(cluster):
     operations.status_shown(name="Show the state", cluster=cluster)
 
 if host.name == cluster.head:
-    operations.answers(name="Ask for a completion", cluster=cluster)
+    operations.answers(name="Ask for a completion", cluster=cluster, with_metrics=True)

@@ -289,6 +289,24 @@ def test_tasks_one_by_one_equal_the_deploy(run: Pyinfra, fleet: Fleet) -> None:
     assert run("-y", "deploy.py").changes == 0
 
 
+def test_restart_starts_all_anew_in_order(run: Pyinfra, fleet: Fleet) -> None:
+    run("-y", "deploy.py")
+    wanted = {name: dict(fleet[name].running) for name in fleet.hosts}
+    del fleet.history[:]
+    result = run("-y", "tasks/restart.py")
+    assert result.exit_code == 0, result.output
+    moves = [
+        (name, command) for name, command in fleet.history if re.search("systemctl st", command)
+    ]
+    assert moves[0] == ("spark-1", "systemctl stop vllm-serve.service")
+    assert [(name, command.split()[-1]) for name, command in moves if " start " in command] == [
+        ("spark-1", "vllm-ray.service"),
+        ("spark-2", "vllm-ray.service"),
+        ("spark-1", "vllm-serve.service"),
+    ]
+    assert {name: fleet[name].running for name in fleet.hosts} == wanted
+
+
 def test_stop_leaves_nothing_and_can_be_repeated(run: Pyinfra, fleet: Fleet) -> None:
     run("-y", "deploy.py")
     del fleet.history[:]

@@ -12,6 +12,7 @@ from cluster.findings import Finding, Situation, judge, rules, same_port
 from cluster.load import ClusterFileError, load
 from cluster.probe import Probe
 from cluster.settings import Cluster
+from tests import trees
 
 ROOT = Path(__file__).parent.parent
 SPARKS = load(ROOT / "group_data" / "examples" / "two-sparks.yaml")
@@ -375,3 +376,44 @@ def test_an_unknown_id_cannot_be_silenced(tmp_path: Path) -> None:
     path.write_text(text + "silence: {clock-skw: we know}\n", encoding="utf-8")
     with pytest.raises(ClusterFileError, match=re.escape('Did you mean "clock-skew"?')):
         load(path)
+
+
+SCENARIOS: list[tuple[str, dict[str, Any], set[tuple[str, str]]]] = [
+    ("direct", {}, set()),
+    ("dual_cable", {}, set()),
+    ("switch", {}, set()),
+    ("no_default_route", {}, set()),
+    ("worker_without_office", {}, set()),
+    ("half_up", {}, {("spark-2", "hca-down")}),
+    ("gid_drift", {}, set()),
+    ("gid_drift", {"env": {"NCCL_IB_GID_INDEX": "3"}}, {("spark-2", "gid-pinned")}),
+    ("mtu_reset", {}, {("spark-2", "fabric-mtu"), ("spark-2", "rdma-mtu")}),
+    (
+        "twins_one_subnet",
+        {},
+        {("spark-1", "twins-one-subnet"), ("spark-2", "twins-one-subnet")},
+    ),
+    ("ring", {}, {("spark-1", "fabric-address"), ("spark-2", "fabric-address")}),
+]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "settings", "expected"), SCENARIOS, ids=[f"{row[0]}-{row[1]}" for row in SCENARIOS]
+)
+def test_rules_over_hosts_that_were_really_probed(
+    scenario: str, settings: dict[str, Any], expected: set[tuple[str, str]], tmp_path: Path
+) -> None:
+    """The probe runs on a tree of files as on a host; no part of its answer is written by hand."""
+    roots = trees.build(tmp_path, trees.SCENARIOS[scenario]())
+    probes = {name: trees.probe_tree(root) for name, root in roots.items() if name in ADDRESSES}
+    found = {(each.host, each.id) for each in find(probes, variant(**settings))}
+    assert ("spark-1", "memory-cached") in found  # every tree's page cache is full
+    assert {each for each in found if each[1] != "memory-cached"} == expected
+
+
+def test_hosts_without_rdma_that_were_really_probed(tmp_path: Path) -> None:
+    roots = trees.build(tmp_path, trees.SCENARIOS["no_roce"]())
+    names = dict(zip(roots, ADDRESSES, strict=False))
+    probes = {names[name]: trees.probe_tree(root) for name, root in roots.items() if name in names}
+    found = {each.id for each in find(probes)}
+    assert {"fabric-address", "hca-missing", "infiniband-devices"} & found

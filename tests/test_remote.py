@@ -260,6 +260,7 @@ def test_node_state_on_a_machine_without_anything(tmp_path: Path) -> None:
         "secret_files": [str(ours), "/no/such"],
         "label": "x",
         "port": None,
+        "watchdog": "/no/such",
     }
     result = run("node_state", wanted)
     state = json.loads(result.stdout)

@@ -2,7 +2,8 @@
 
 Argument (JSON): host, port, model, deadline (seconds), prompt, max_tokens, secrets (path of the
 env file that may hold VLLM_API_KEY; the key is read here, so that no command line carries it).
-Prints {"text", "seconds", "tokens"} or {"error"}.
+metrics: also print what /metrics says of requests, KV cache and tokens.
+Prints {"text", "seconds", "tokens", "metrics"} or {"error", "seconds"}.
 """
 
 from __future__ import annotations
@@ -10,11 +11,18 @@ from __future__ import annotations
 import http.client
 import json
 import pathlib
+import re
 import sys
 import time
 import urllib.error
 import urllib.request
 from typing import Any, Dict
+
+METRIC = re.compile(
+    r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|num_preemptions_total|"
+    r"generation_tokens_total|prompt_tokens_total)(?:\{[^}]*\})? ([0-9.e+-]+)$",
+    re.MULTILINE,
+)
 
 
 def api_key(path: str) -> str | None:
@@ -71,7 +79,24 @@ def answer(wanted: Dict[str, Any]) -> Dict[str, Any]:
     except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError) as error:
         result = {"error": "%s: %s" % (type(error).__name__, error)}
     result["seconds"] = round(time.monotonic() - began, 3)
+    if wanted.get("metrics"):
+        result["metrics"] = metrics(wanted)
     return result
+
+
+def metrics(wanted: Dict[str, Any]) -> Dict[str, float]:
+    """Sums over all engines of vLLM's own numbers, without the prefix; {} without an API."""
+    url = "http://%s:%d/metrics" % (wanted["host"], wanted["port"])
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=min(5, wanted["deadline"])) as page:
+            text = page.read().decode(errors="replace")
+    except (OSError, ValueError, http.client.HTTPException):
+        return {}
+    found: Dict[str, float] = {}
+    for name, value in METRIC.findall(text):
+        found[name] = found.get(name, 0) + float(value)
+    return found
 
 
 if __name__ == "__main__":

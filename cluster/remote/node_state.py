@@ -1,7 +1,8 @@
 """Prints, as one JSON object, what is on this host: image, containers, units, addresses, our files.
 
 Argument (JSON): image, containers [name], units [name], files [path], secret_files [path],
-label, port. Everything slow runs at the same time: one round trip, a tenth of a second.
+label, port, watchdog (path of its state). Everything slow runs at the same time: one round trip, a
+tenth of a second.
 """
 
 from __future__ import annotations
@@ -114,6 +115,7 @@ def main(wanted: Dict[str, Any]) -> None:
             for path, data in secrets.items()
         },
         "listening": listening(wanted["port"]),
+        "watchdog": (read(wanted["watchdog"]) or b"").decode(errors="replace"),
     }
     for found in objects(image_out):
         state["image"] = {"id": found["Id"], "digests": found.get("RepoDigests") or []}

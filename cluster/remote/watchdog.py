@@ -17,13 +17,9 @@ import re
 import subprocess
 import sys
 import time
-import urllib.request
 from typing import Any, Dict, Tuple
 
 HOUR = 3600
-COUNTERS = re.compile(
-    r"^vllm:(?:generation_tokens|prompt_tokens)_total(?:\{[^}]*\})? ([0-9.e+]+)", re.MULTILINE
-)
 REFUSALS = re.compile(r"HTTP 4\d\d|refused")
 
 
@@ -58,16 +54,11 @@ def decide(
     return {"failures": 0, "restarts": [*restarts, now]}, action
 
 
-def tokens(wanted: Dict[str, Any]) -> float | None:
-    """The sum of the token counters in /metrics, or None."""
-    url = "http://%s:%d/metrics" % (wanted["host"], wanted["port"])
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(url, timeout=min(5, wanted["deadline"])) as answer:
-            text = answer.read().decode(errors="replace")
-    except (OSError, ValueError):
+def tokens(metrics: Dict[str, float]) -> float | None:
+    """All tokens so far, read and written; None where /metrics does not answer."""
+    if not metrics:
         return None
-    return sum(float(number) for number in COUNTERS.findall(text))
+    return metrics.get("generation_tokens_total", 0) + metrics.get("prompt_tokens_total", 0)
 
 
 def uptime(unit: str) -> float | None:
@@ -93,9 +84,9 @@ def main(wanted: Dict[str, Any]) -> int:
         memory = json.loads(path.read_text())
     except (OSError, ValueError):
         memory = {}
-    before = tokens(wanted["completion"])
+    before = tokens(completion.metrics(wanted["completion"]))
     answer = completion.answer(wanted["completion"])
-    verdict, why = judge(answer, before, tokens(wanted["completion"]))
+    verdict, why = judge(answer, before, tokens(completion.metrics(wanted["completion"])))
     failures = memory.get("failures", 0) + 1
     memory, action = decide(memory, verdict, time.time(), up, wanted)
     path.write_text(json.dumps(dict(memory, verdict=verdict, why=why, action=action)))
