@@ -1,5 +1,7 @@
 """One large model on several hosts: from cluster.yaml to running vLLM processes.
 
-Pure: settings, positions, load, ssh, environment, commands, units, node, fabric.
-Shell (pyinfra): inventory, facts, observed, operations. remote/: the programs that run on hosts.
+Pure: positions, settings, load: cluster.yaml. ssh, environment, commands, units, node: what is made
+of it. fabric, probe, findings: preflight. proof: prove. discovery, hosts_section: discover.
+With pyinfra: inventory, jump, facts, observed, shell, operations, proving, discovering.
+remote/: the programs that run on the hosts. *.yaml: data, with a source per row.
 """

@@ -6,15 +6,20 @@ nothing changes in between, so one answer serves them all.
 
 from __future__ import annotations
 
+import getpass
+import json
 import random
+import socket
 import sys
+import time
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 from pydantic import ValidationError
 from pyinfra import state
-from pyinfra.api import Host
+from pyinfra.api import Host, QuoteString, StringCommand
+from pyinfra.connectors.util import make_unix_command_for_host
 
 from cluster import commands, node
 from cluster.facts import HostProbe, HostState, ImageVersions, NodeState, source
@@ -25,6 +30,7 @@ from cluster.settings import Cluster
 
 MEETING_SECONDS = 4
 """How long hosts try to reach each other. ssh reaches them within a fraction of a second."""
+LOCK_PATH = "/run/vllm-deploy.lock"
 NOT_PULLED = Image("(image not pulled yet)", Versions("?", None, None, None))
 
 
@@ -42,6 +48,7 @@ class _Memory:
     wanted: tuple[Image, Node] | None = None
     ray_restarted: bool = False
     to_restart: set[str] = field(default_factory=set)
+    lock: Any = None
     probe: Probe | None = None
     probe_error: str | None = None
 
@@ -215,6 +222,43 @@ def runs(host: Host, unit: str) -> bool:
         and found.unit(unit, "ActiveState") == "active"
         and found.unit(unit, "UnitFileState") == "enabled"
     )
+
+
+def lock(host: Host, take_over: bool) -> dict[str, Any] | None:
+    """Hold the lock on a host for as long as this run is connected to it.
+
+    Return None where this run has it, else who has it. Raises UnreadableError.
+    """
+    memory = _memory(host)
+    client = getattr(host.connector, "client", None)
+    if memory.lock is not None or client is None:  # no ssh, nobody else
+        return None
+    wanted = {
+        "path": LOCK_PATH,
+        "take_over": take_over,
+        "holder": {
+            "who": f"{getpass.getuser()} on {socket.gethostname()}",
+            "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+            "command": " ".join(sys.argv)[:200],
+        },
+    }
+    program = StringCommand(
+        "python3", "-c", QuoteString(source("lock")), QuoteString(json.dumps(wanted))
+    )
+    command = make_unix_command_for_host(
+        state, host, program, _sudo=bool(host.data.get("_sudo"))
+    ).get_raw_value()
+    # Not through pyinfra: it closes stdin, and this has to stay open until the run ends.
+    memory.lock = client.exec_command(command)
+    line = memory.lock[1].readline()
+    try:
+        holder: dict[str, Any] | None = json.loads(line)["held_by"]
+    except (ValueError, KeyError, TypeError):
+        complaint = memory.lock[2].read().decode(errors="replace").strip()
+        raise UnreadableError(f"{host.name}: the lock could not be taken: {complaint}") from None
+    if holder is not None:
+        memory.lock = None
+    return holder
 
 
 def restart(host: Host, units: list[str]) -> None:

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Generator
-from functools import cache, wraps
+from functools import cache
 from importlib.resources import files
-from typing import Any, ParamSpec
+from typing import Any
 
 import click
 import yaml
 from pyinfra import host, logger, state
-from pyinfra.api import FunctionCommand, Host, QuoteString, State, StringCommand, operation
-from pyinfra.api.arguments import CONNECTOR_ARGUMENT_KEYS
-from pyinfra.api.command import PyinfraCommand
+from pyinfra.api import Host, QuoteString, StringCommand, operation
 
 from cluster import commands, node, observed
 from cluster.fabric import fabric_problem
@@ -34,24 +31,9 @@ from cluster.facts import (
 from cluster.findings import Finding, judge
 from cluster.node import File
 from cluster.settings import Cluster
+from cluster.shell import Commands, guarded, print_table, refuse, streamed
 
-Commands = Generator[PyinfraCommand, None, None]
-
-Parameters = ParamSpec("Parameters")
 _QUIETLY = (">/dev/null", "2>&1", "||", "true")
-
-
-def _guarded(function: Callable[Parameters, Commands]) -> Callable[Parameters, Commands]:
-    """Have an operation fail with a sentence, not a traceback, where a host cannot be read."""
-
-    @wraps(function)
-    def guarded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Commands:
-        try:
-            yield from function(*args, **kwargs)
-        except observed.UnreadableError as error:
-            yield _refuse(str(error))
-
-    return guarded
 
 
 MAX_TOKENS = 16
@@ -59,7 +41,26 @@ MAX_TOKENS = 16
 
 
 @operation()
-@_guarded
+@guarded
+def locked(take_over: bool = False) -> Commands:
+    """Hold the lock of the cluster on this host until this run ends; stop if somebody else has it.
+
+    + take_over: take it from whoever has it
+    """
+    if state.is_executing:
+        holder = observed.lock(host, take_over)
+        if holder is not None:
+            yield refuse(
+                f"another run works on this cluster: {holder.get('who', 'unknown')}, since "
+                f"{holder.get('since', 'unknown')}, with: {holder.get('command', 'unknown')}",
+                "Wait for it, or take the lock from it: --data take_over=true",
+            )
+            return
+    host.noop("this run has the lock")
+
+
+@operation()
+@guarded
 def probed(cluster: Cluster, unless_serving: bool = False) -> Commands:
     """Look at this host and meet the others over the fabric, all at the same time.
 
@@ -75,7 +76,7 @@ def probed(cluster: Cluster, unless_serving: bool = False) -> Commands:
 
 
 @operation()
-@_guarded
+@guarded
 def judged(cluster: Cluster, as_json: bool = False) -> Commands:
     """Stop if preflight's rules find an error on any host of this run; show what they find.
 
@@ -94,7 +95,7 @@ def judged(cluster: Cluster, as_json: bool = False) -> Commands:
     else:
         _show_findings(cluster, counted, silenced)
     if errors:
-        yield _refuse(f"preflight: {errors} error{'s' if errors > 1 else ''}, see above")
+        yield refuse(f"preflight: {errors} error{'s' if errors > 1 else ''}, see above")
         return
     host.noop(f"{len(counted)} warnings")
 
@@ -116,7 +117,7 @@ def _show_findings(cluster: Cluster, counted: list[Finding], silenced: list[Find
 
 
 @operation()
-@_guarded
+@guarded
 def pulled(cluster: Cluster, always: bool = False) -> Commands:
     """Have the image on this host.
 
@@ -125,7 +126,7 @@ def pulled(cluster: Cluster, always: bool = False) -> Commands:
     """
     found = observed.look(host)
     if found.docker_error:
-        yield _refuse(
+        yield refuse(
             f"Docker does not answer: {found.docker_error}",
             "Is it installed and running, and may this user use it (root or sudo)?",
         )
@@ -133,7 +134,7 @@ def pulled(cluster: Cluster, always: bool = False) -> Commands:
     if found.image is not None and not always:
         host.noop(f"{cluster.image} is here: {found.image.id}")
     else:
-        yield _streamed(
+        yield streamed(
             StringCommand(
                 *("timeout", str(cluster.deadlines.pull), "docker", "pull"),
                 QuoteString(cluster.image),
@@ -147,11 +148,11 @@ def pulled(cluster: Cluster, always: bool = False) -> Commands:
 def _usable(cluster: Cluster) -> Commands:
     image = observed.image(host)
     if image is None:
-        yield _refuse(f"{cluster.image} is not here, although the pull succeeded.")
+        yield refuse(f"{cluster.image} is not here, although the pull succeeded.")
     elif image.versions.vllm is None:
-        yield _refuse(f"{cluster.image} has no vLLM in it ({image.versions}).")
+        yield refuse(f"{cluster.image} has no vLLM in it ({image.versions}).")
     elif cluster.executor == "ray" and image.versions.ray is None:
-        yield _refuse(
+        yield refuse(
             f"{cluster.image} has no Ray in it ({image.versions}): stock vLLM images come without "
             "Ray since 0.18.",
             'Either build one: FROM that image, RUN pip install "ray==2.56.1", '
@@ -160,7 +161,7 @@ def _usable(cluster: Cluster) -> Commands:
 
 
 @operation()
-@_guarded
+@guarded
 def same_image(cluster: Cluster) -> Commands:
     """Stop unless all hosts of this run have the same image digest.
 
@@ -172,7 +173,7 @@ def same_image(cluster: Cluster) -> Commands:
     digests = observed.digests()
     if len(set(digests.values())) > 1:
         rows = [f"  {name}: {digest}" for name, digest in sorted(digests.items())]
-        yield _refuse(
+        yield refuse(
             f"The hosts have different images under the name {cluster.image}:",
             *rows,
             "Ranks of different builds hang or disagree. Pull again on all hosts: "
@@ -183,7 +184,7 @@ def same_image(cluster: Cluster) -> Commands:
 
 
 @operation()
-@_guarded
+@guarded
 def rendered(cluster: Cluster) -> Commands:
     """Have the env files and units of this host as cluster.yaml says.
 
@@ -194,7 +195,7 @@ def rendered(cluster: Cluster) -> Commands:
     found, wanted = observed.look(host), observed.wanted(host)
     problem = fabric_problem(cluster, host.name, found.addresses)
     if problem:
-        yield _refuse(f"{host.name}: {problem[0]}", problem[1])
+        yield refuse(f"{host.name}: {problem[0]}", problem[1])
         return
     stale = [file for file in wanted.files if not _is_current(file, found)]
     paths = {file.path for file in wanted.files}
@@ -261,7 +262,7 @@ def _show_diff(file: File, found: HostState) -> None:
 
 
 @operation()
-@_guarded
+@guarded
 def paused() -> Commands:
     """Stop vllm serve on this host where it, or Ray below it anywhere, is about to change."""
     found = observed.look(host)
@@ -276,7 +277,7 @@ def paused() -> Commands:
 
 
 @operation(is_idempotent=False)
-@_guarded
+@guarded
 def restarting(cluster: Cluster) -> Commands:
     """Have the operations behind this one start every unit of this host anew.
 
@@ -289,7 +290,7 @@ def restarting(cluster: Cluster) -> Commands:
 
 
 @operation()
-@_guarded
+@guarded
 def running(cluster: Cluster, unit: str, ready: str, deadline: int) -> Commands:
     """Have a unit run the wanted container, and wait until it is ready.
 
@@ -324,12 +325,12 @@ def running(cluster: Cluster, unit: str, ready: str, deadline: int) -> Commands:
         "ready": table["ready"],
         "port": ["127.0.0.1", cluster.serve.port] if listens else None,
     }
-    yield _streamed(program_command("wait_unit", wanted), source("wait_unit"))
+    yield streamed(program_command("wait_unit", wanted), source("wait_unit"))
     observed.forget(host)
 
 
 @operation()
-@_guarded
+@guarded
 def watched(cluster: Cluster) -> Commands:
     """Have the watchdog's timer running, or not, as cluster.yaml says.
 
@@ -347,7 +348,7 @@ def watched(cluster: Cluster) -> Commands:
 
 
 @operation()
-@_guarded
+@guarded
 def head_reached(cluster: Cluster, unless_serving: bool = False) -> Commands:
     """Stop unless this host reaches Ray's head over the fabric.
 
@@ -360,13 +361,13 @@ def head_reached(cluster: Cluster, unless_serving: bool = False) -> Commands:
     wanted = commands.reach(cluster, host.name)
     problem = host.get_fact(ReachesRay, wanted=wanted, _stdin=source("reach"))
     if problem:
-        yield _refuse(*problem.splitlines())
+        yield refuse(*problem.splitlines())
         return
     host.noop(f"reaches {cluster.gcs_address}")
 
 
 @operation()
-@_guarded
+@guarded
 def nodes_listed(cluster: Cluster, unless_serving: bool = False) -> Commands:
     """Wait until Ray lists every node, each under its fabric address, with all its GPUs.
 
@@ -381,11 +382,11 @@ def nodes_listed(cluster: Cluster, unless_serving: bool = False) -> Commands:
         host.noop(f"Ray lists {len(cluster.nodes)} nodes")
         return
     arguments = commands.ray_nodes(cluster, cluster.deadlines.ray)
-    yield _streamed(StringCommand(*map(QuoteString, arguments)), program)
+    yield streamed(StringCommand(*map(QuoteString, arguments)), program)
 
 
 @operation()
-@_guarded
+@guarded
 def answers(cluster: Cluster, with_metrics: bool = False) -> Commands:
     """Stop unless a completion comes back; report it.
 
@@ -399,7 +400,7 @@ def answers(cluster: Cluster, with_metrics: bool = False) -> Commands:
     wanted["metrics"] = with_metrics
     answer = host.get_fact(Completion, wanted=wanted, _stdin=source("completion"))
     if answer.error:
-        yield _refuse(
+        yield refuse(
             f"No completion from {api_url(cluster)} after {answer.seconds} s: {answer.error}",
             "The server may listen while its engine is dead. See: pyinfra -y inventory.py "
             "tasks/logs.py",
@@ -410,7 +411,7 @@ def answers(cluster: Cluster, with_metrics: bool = False) -> Commands:
 
 
 @operation()
-@_guarded
+@guarded
 def seen() -> Commands:
     """Read what is on this host, for a report."""
     found = observed.look(host)
@@ -419,20 +420,19 @@ def seen() -> Commands:
 
 
 @operation()
-@_guarded
+@guarded
 def status_shown(cluster: Cluster) -> Commands:
     """Print what every host of this run should run and what it runs.
 
     + cluster: the cluster
     """
     if state.is_executing:
-        rows = [_status_row(cluster, each) for each in state.inventory.get_active_hosts()]
-        _print_table(("host", "role", "fabric", commands.RAY, commands.SERVE, "image"), rows)
-        head = next(
-            (each for each in state.inventory.get_active_hosts() if each.name == cluster.head), None
-        )
-        if head is not None:
-            logger.info(f"    watchdog: {_watchdog_status(cluster, observed.look(head))}")
+        active = {each.name: each for each in state.inventory.get_active_hosts()}
+        rows = [_status_row(cluster, active[name]) for name in cluster.nodes if name in active]
+        print_table(("host", "role", "fabric", commands.RAY, commands.SERVE, "image"), rows)
+        if cluster.head in active:
+            found = observed.look(active[cluster.head])
+            logger.info(f"    watchdog: {_watchdog_status(cluster, found)}")
     host.noop("shown")
     yield from ()
 
@@ -478,18 +478,6 @@ def _unit_status(found: HostState, unit: str, definition: str | None) -> str:
     return ", ".join(parts)
 
 
-def _print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for title in header:
-        table.add_column(title, overflow="fold")
-    for row in sorted(rows, key=lambda row: row[1] != "head"):
-        table.add_row(*row)
-    Console(stderr=True, soft_wrap=False).print(table)
-
-
 def api_url(cluster: Cluster) -> str:
     """The URL of the API as this machine would reach it."""
     listen = cluster.serve.host
@@ -528,7 +516,7 @@ def _load(metrics: dict[str, float]) -> str:
 
 
 @operation()
-@_guarded
+@guarded
 def stopped(units: list[str]) -> Commands:
     """Have units stopped, in this order, and not started at boot, and their containers gone.
 
@@ -548,7 +536,7 @@ def stopped(units: list[str]) -> Commands:
 
 
 @operation()
-@_guarded
+@guarded
 def removed(cluster: Cluster) -> Commands:
     """Have no file of ours on this host; caches and models stay.
 
@@ -572,7 +560,7 @@ def removed(cluster: Cluster) -> Commands:
 
 
 @operation(is_idempotent=False)
-@_guarded
+@guarded
 def logged(units: list[str], lines: int) -> Commands:
     """Print the last lines of units.
 
@@ -580,7 +568,7 @@ def logged(units: list[str], lines: int) -> Commands:
     + lines: how many
     """
     selected = [part for unit in units for part in ("-u", QuoteString(f"{unit}.service"))]
-    yield _streamed(
+    yield streamed(
         StringCommand("journalctl", "--no-pager", "-o", "short-iso", "-n", str(lines), *selected)
     )
 
@@ -589,36 +577,6 @@ def reporter(cluster: Cluster) -> str:
     """The host that speaks for the group: the head, or the first host where it takes no part."""
     names = [each.name for each in state.inventory.get_active_hosts()]
     return cluster.head if cluster.head in names else min(names)
-
-
-def _streamed(command: StringCommand, stdin: str | None = None) -> FunctionCommand:
-    """A command whose output is shown while it runs."""
-    arguments: dict[str, Any] = {
-        key: value
-        for key, value in (host.current_op_global_arguments or {}).items()
-        if key in CONNECTOR_ARGUMENT_KEYS
-    }
-    if stdin is not None:
-        arguments["_stdin"] = stdin
-    return FunctionCommand(_stream, (command, arguments), {})
-
-
-def _stream(state: State, host: Host, command: StringCommand, arguments: dict[str, Any]) -> bool:
-    status, _ = host.run_shell_command(
-        command, print_output=True, print_input=state.print_input, **arguments
-    )
-    return bool(status)
-
-
-def _refuse(*lines: str) -> FunctionCommand:
-    """A command that fails and says why; raising in an operation would print a traceback."""
-    return FunctionCommand(_fail, lines, {})
-
-
-def _fail(state: State, host: Host, *lines: str) -> bool:  # noqa: ARG001 -- pyinfra passes both
-    for line in lines:
-        logger.error(f"{host.print_prefix}{click.style(line, fg='red')}")
-    return False
 
 
 @cache

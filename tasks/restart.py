@@ -7,6 +7,8 @@ from pyinfra import host, local
 
 from cluster import operations
 
+local.include("tasks/lock.py")
+
 operations.restarting(name="Stop vllm serve, and start all anew", cluster=host.data.cluster)
 
 local.include("tasks/ray_head.py")

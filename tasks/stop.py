@@ -3,11 +3,16 @@
 Models and caches stay on the hosts. A deploy afterwards starts from nothing.
 """
 
-from pyinfra import host
+from pyinfra import host, local
 
 from cluster import commands, node, operations
 
 cluster = host.data.cluster
+
+local.include("tasks/lock.py")
+
+# Every host runs this: it is the barrier that keeps the order below.
+operations.seen(name="Read what runs")
 
 if host.name == cluster.head:
     operations.stopped(

@@ -8,6 +8,7 @@ from tests.conftest import CLUSTERS, Pyinfra
 from tests.fleet import Fleet
 
 DEPLOY = [
+    "tasks/lock.py | Take the cluster's lock",
     "tasks/preflight.py | Read what the head runs",
     "tasks/preflight.py | Probe the host and the fabric",
     "tasks/preflight.py | Judge what was found",
@@ -268,6 +269,8 @@ def test_secrets_show_nowhere(run: Pyinfra, fleet: Fleet, monkeypatch: pytest.Mo
         (
             "stop",
             [
+                "tasks/lock.py | Take the cluster's lock",
+                "Read what runs",
                 "Stop vllm serve and its watchdog",
                 "Stop the Ray workers",
                 "Stop the Ray head",

@@ -81,9 +81,10 @@ class Lab:
 
     def wait(self, host: str) -> None:
         """Wait until a host has booted and its Docker engine and sshd answer."""
+        # Not is-system-running: a unit of the cluster may wait for another host for minutes.
         probe = (
-            "systemctl is-system-running --wait && docker info -f {{.Driver}} "
-            "&& timeout 2 bash -c '</dev/tcp/127.0.0.1/22'"
+            "docker info -f {{.Driver}} && timeout 2 bash -c '</dev/tcp/127.0.0.1/22' "
+            "&& ip -br addr show fabric0"
         )
         deadline = time.monotonic() + _READY_SECONDS
         while True:

@@ -1,0 +1,74 @@
+"""What pyinfra operations share: fail with a sentence, show output while it comes, print tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from functools import wraps
+from typing import Any, ParamSpec
+
+import click
+from pyinfra import host, logger
+from pyinfra.api import FunctionCommand, Host, State, StringCommand
+from pyinfra.api.arguments import CONNECTOR_ARGUMENT_KEYS
+from pyinfra.api.command import PyinfraCommand
+
+from cluster import observed
+
+Commands = Generator[PyinfraCommand, None, None]
+Parameters = ParamSpec("Parameters")
+
+
+def guarded(function: Callable[Parameters, Commands]) -> Callable[Parameters, Commands]:
+    """Have an operation fail with a sentence, not a traceback, where a host cannot be read."""
+
+    @wraps(function)
+    def guarded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Commands:
+        try:
+            yield from function(*args, **kwargs)
+        except observed.UnreadableError as error:
+            yield refuse(str(error))
+
+    return guarded
+
+
+def streamed(command: StringCommand, stdin: str | None = None) -> FunctionCommand:
+    """A command whose output is shown while it runs."""
+    arguments: dict[str, Any] = {
+        key: value
+        for key, value in (host.current_op_global_arguments or {}).items()
+        if key in CONNECTOR_ARGUMENT_KEYS
+    }
+    if stdin is not None:
+        arguments["_stdin"] = stdin
+    return FunctionCommand(_stream, (command, arguments), {})
+
+
+def _stream(state: State, host: Host, command: StringCommand, arguments: dict[str, Any]) -> bool:
+    status, _ = host.run_shell_command(
+        command, print_output=True, print_input=state.print_input, **arguments
+    )
+    return bool(status)
+
+
+def refuse(*lines: str) -> FunctionCommand:
+    """A command that fails and says why; raising in an operation would print a traceback."""
+    return FunctionCommand(_fail, lines, {})
+
+
+def _fail(state: State, host: Host, *lines: str) -> bool:  # noqa: ARG001 -- pyinfra passes both
+    for line in lines:
+        logger.error(f"{host.print_prefix}{click.style(line, fg='red')}")
+    return False
+
+
+def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    """Print rows on stderr."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in header:
+        table.add_column(title, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console(stderr=True, soft_wrap=False).print(table)
