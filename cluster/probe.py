@@ -10,13 +10,15 @@ class _Part(BaseModel):
 
 
 class Interface(_Part):
-    """A network interface. `addresses` are ADDRESS/PREFIX."""
+    """A network interface. `addresses` are ADDRESS/PREFIX, `device` is its place on the bus."""
 
     name: str
     kind: str
     mtu: int | None = None
     carrier: bool = False
     speed_mbps: int | None = None
+    driver: str | None = None
+    device: str | None = None
     addresses: list[str] = Field(default_factory=list)
 
 
@@ -109,13 +111,18 @@ class Meeting(_Part):
 
 
 class Probe(_Part):
-    """One host. Memory is in bytes, by the names of /proc/meminfo; time in Unix seconds."""
+    """One host. Memory is in bytes, by the names of /proc/meminfo; time in Unix seconds.
+
+    `default_routes` are interfaces, best metric first.
+    """
 
     hostname: str
     hostname_addresses: list[str] = Field(default_factory=list)
     kernel: str | None = None
     product: str | None = None
     interfaces: list[Interface] = Field(default_factory=list)
+    ip_error: str | None = None
+    default_routes: list[str] = Field(default_factory=list)
     hcas: list[Hca] = Field(default_factory=list)
     infiniband_devices: bool = False
     memory: dict[str, int] = Field(default_factory=dict)

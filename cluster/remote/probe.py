@@ -5,6 +5,8 @@ ports [port] to look at, interface, and meet: {address, peers {name: address}, p
 frame} or null; without frame (bytes), the MTU of interface is tried. In a recorded tree the output
 of a command is read from ROOT/commands/NAME.
 
+With meetings {name: meet} it does nothing but meet the others, on several networks at once.
+
 The hosts run this at the same time. Each listens on its fabric address and connects to the others
 until all have been seen or the deadline has passed: one round trip shows both directions.
 """
@@ -47,7 +49,8 @@ class Tree:
 
     def names(self, pattern: str) -> List[str]:
         """The paths that match a pattern, without the root."""
-        return sorted(path[len(self.root) :] for path in glob.glob(self.root + pattern))
+        found = glob.glob(glob.escape(self.root) + pattern)
+        return sorted(path[len(self.root) :] for path in found)
 
     def link(self, path: str) -> str | None:
         """The last part of where a link points."""
@@ -89,34 +92,41 @@ def number(text: str | None) -> int | None:
         return None
 
 
-def addresses(tree: Tree) -> Dict[str, List[str]]:
-    """{interface: ["10.0.0.2/24"]}"""
-    out, _ = tree.run("ip", "-o", "-4", "addr", "show")
+def addresses(tree: Tree) -> Tuple[Dict[str, List[str]], str | None]:
+    """{interface: ["10.0.0.2/24"]}, and what ip complained about."""
+    out, complaint = tree.run("ip", "-o", "-4", "addr", "show")
     found: Dict[str, List[str]] = {}
     for line in out.splitlines():
         words = line.split()
         if len(words) > 3 and words[2] == "inet":
             found.setdefault(words[1].partition("@")[0], []).append(words[3])
-    return found
+    return found, complaint or None
 
 
 def kind(tree: Tree, path: str) -> str:
+    """What an interface is; only a physical one, a bond or a VLAN may be a cable."""
     name = os.path.basename(path)
+    uevent = tree.text(path + "/uevent") or ""
+    types = [line[8:] for line in uevent.splitlines() if line.startswith("DEVTYPE=")]
     if name == "lo":
         return "loopback"
     if tree.exists(path + "/wireless") or tree.exists(path + "/phy80211"):
         return "wireless"
     if tree.exists(path + "/bridge"):
         return "bridge"
-    if tree.exists(path + "/tun_flags") or name.startswith(("wg", "tailscale", "zt")):
+    if tree.exists(path + "/tun_flags") or "wireguard" in types:
         return "vpn"
+    if name.startswith(("wg", "tailscale", "zt")):
+        return "vpn"
+    if types in (["bond"], ["vlan"]):
+        return types[0]
     if not tree.exists(path + "/device"):
         return "virtual"
     return "physical"
 
 
-def interfaces(tree: Tree) -> List[Dict[str, Any]]:
-    owned, found = addresses(tree), []
+def interfaces(tree: Tree, owned: Dict[str, List[str]]) -> List[Dict[str, Any]]:
+    found = []
     for path in tree.names("/sys/class/net/*"):
         name = os.path.basename(path)
         if not tree.exists(path + "/mtu"):
@@ -143,7 +153,7 @@ def default_routes(tree: Tree) -> List[str]:
     for line in (tree.text("/proc/net/route") or "").splitlines()[1:]:
         words = line.split()
         if len(words) > 7 and words[1] == "00000000" and words[7] == "00000000":
-            rows.append((int(words[6]), words[0]))
+            rows.append((number(words[6]) or 0, words[0]))
     return [name for _, name in sorted(rows)]
 
 
@@ -152,16 +162,19 @@ def ipv4_of(gid: str) -> str | None:
     parts = gid.split(":")
     if len(parts) != 8 or parts[:6] != ["0000"] * 5 + ["ffff"]:
         return None
-    high, low = int(parts[6], 16), int(parts[7], 16)
+    try:
+        high, low = int(parts[6], 16), int(parts[7], 16)
+    except ValueError:
+        return None
     return "%d.%d.%d.%d" % (high >> 8, high & 255, low >> 8, low & 255)
 
 
 def hcas(tree: Tree) -> List[Dict[str, Any]]:
     found = []
-    for path in tree.names("/sys/class/infiniband/*/ports/*"):
+    for path in tree.names("/sys/class/infiniband/*/ports/[0-9]*"):
         parts = path.split("/")
         gids: List[Dict[str, Any]] = []
-        for gid_path in tree.names(path + "/gids/*"):
+        for gid_path in tree.names(path + "/gids/[0-9]*"):
             index, gid = os.path.basename(gid_path), tree.text(gid_path) or ""
             if gid and set(gid) - set("0:"):
                 attributes = path + "/gid_attrs/%s/" + index
@@ -199,8 +212,9 @@ def memory(tree: Tree) -> Dict[str, int]:
     for line in (tree.text("/proc/meminfo") or "").splitlines():
         name, _, rest = line.partition(":")
         words = rest.split()
-        if words and words[0].isdigit():
-            found[name] = int(words[0]) * 1024
+        size = number(words[0]) if words else None
+        if size is not None:
+            found[name] = size * 1024
     wanted = ("MemTotal", "MemAvailable", "MemFree", "Cached", "SwapTotal")
     return {name: found[name] for name in wanted if name in found}
 
@@ -229,31 +243,30 @@ def docker(tree: Tree) -> Dict[str, Any]:
     out, complaint = tree.run("docker", "info", "--format", "{{json .}}")
     try:
         info = json.loads(out)
-    except ValueError:
-        return {"error": (complaint or out or "no answer").splitlines()[-1]}
-    if info.get("ServerErrors"):
-        return {"error": info["ServerErrors"][0]}
-    return {
-        "error": None,
-        "version": info.get("ServerVersion"),
-        "root": info.get("DockerRootDir"),
-        "runtimes": sorted(info.get("Runtimes") or {}),
-    }
+        errors = info.get("ServerErrors")
+        return {
+            "error": str(errors[0]) if errors else None,
+            "version": info.get("ServerVersion"),
+            "root": str(info.get("DockerRootDir") or "") or None,
+            "runtimes": sorted(map(str, info.get("Runtimes") or {})),
+        }
+    except (ValueError, AttributeError, TypeError):
+        return {"error": (complaint or out.strip() or "no answer").splitlines()[-1][:200]}
 
 
 def space(path: str | None) -> Dict[str, Any] | None:
     """Free bytes where a path is or would be."""
     if not path:
         return None
-    place = path
-    while place != "/" and not os.path.exists(place):
-        place = os.path.dirname(place)
+    place = os.path.abspath(path)
     try:
+        while place != "/" and not os.path.exists(place):
+            place = os.path.dirname(place)
         found = os.statvfs(place)
-    except OSError:
+    except (OSError, ValueError):
         return None
     free = found.f_bavail * found.f_frsize
-    return {"path": path, "exists": place == path, "free_bytes": free}
+    return {"path": path, "exists": os.path.exists(path), "free_bytes": free}
 
 
 def own_containers(names: List[str], label: str) -> List[Dict[str, Any]]:
@@ -265,18 +278,24 @@ def own_containers(names: List[str], label: str) -> List[Dict[str, Any]]:
             stderr=subprocess.DEVNULL,
             timeout=10,
         )
-        found = json.loads(done.stdout or b"[]")
+        return [
+            {
+                "name": each["Name"].lstrip("/"),
+                "id": str(each["Id"]),
+                "ours": label in (each["Config"].get("Labels") or {}),
+                "running": bool(each["State"]["Running"]),
+            }
+            for each in json.loads(done.stdout or b"[]")
+        ]
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return []
-    return [
-        {
-            "name": each["Name"].lstrip("/"),
-            "id": each["Id"],
-            "ours": label in (each["Config"].get("Labels") or {}),
-            "running": bool(each["State"]["Running"]),
-        }
-        for each in found
-    ]
+    except (KeyError, TypeError, AttributeError):
+        return []  # not Docker's answer
+
+
+def read(path: str) -> str:
+    """A file of /proc: a program may call itself anything, in any encoding."""
+    return pathlib.Path(path).read_bytes().decode(errors="replace")
 
 
 def processes(ours: List[str]) -> List[Dict[str, Any]]:
@@ -285,10 +304,10 @@ def processes(ours: List[str]) -> List[Dict[str, Any]]:
     for path in glob.glob("/proc/[0-9]*/cmdline"):
         pid = path.split("/")[2]
         try:
-            command = pathlib.Path(path).read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            command = read(path).replace("\0", " ")
             if not RAY_PROGRAMS.search(command) or int(pid) == os.getpid():
                 continue
-            group = pathlib.Path("/proc/%s/cgroup" % pid).read_text()
+            group = read("/proc/%s/cgroup" % pid)
         except OSError:
             continue
         if not any(container in group for container in ours):
@@ -301,7 +320,7 @@ def listeners(ports: List[int], ours: List[str]) -> List[Dict[str, Any]]:
     inodes: Dict[str, int] = {}
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:
-            rows = pathlib.Path(table).read_text().splitlines()[1:]
+            rows = read(table).splitlines()[1:]
         except OSError:
             continue
         for row in rows:
@@ -318,8 +337,8 @@ def listeners(ports: List[int], ours: List[str]) -> List[Dict[str, Any]]:
             if link not in inodes:
                 continue
             pid = path.split("/")[2]
-            name = pathlib.Path("/proc/%s/comm" % pid).read_text().strip()
-            group = pathlib.Path("/proc/%s/cgroup" % pid).read_text()
+            name = read("/proc/%s/comm" % pid).strip()
+            group = read("/proc/%s/cgroup" % pid)
         except OSError:
             continue
         listener: Dict[str, Any] = {"port": inodes[link], "pid": int(pid), "program": name}
@@ -438,7 +457,7 @@ class Meeting:
             udp.settimeout(0.1)
         except OSError:
             return
-        packet = b"F" + bytes(self.frame - IP_UDP_HEADERS - 1)
+        packet = b"F" + bytes(max(self.frame - IP_UDP_HEADERS - 1, 0))
         names = {address: name for name, address in self.peers.items()}
         due = 0.0
         while True:
@@ -461,10 +480,28 @@ class Meeting:
                 continue
 
 
+def hold_all(meetings: Dict[str, Dict[str, Any]]) -> Dict[str, Any]:
+    """Meet on several networks at the same time."""
+    found: Dict[str, Any] = {}
+
+    def hold(key: str) -> None:
+        found[key] = Meeting(meetings[key]).hold()
+
+    threads = [threading.Thread(target=hold, args=(key,), daemon=True) for key in meetings]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
 def probe(wanted: Dict[str, Any]) -> Dict[str, Any]:
+    if "meetings" in wanted:
+        return {"meetings": hold_all(wanted["meetings"])}
     began = time.monotonic()
     tree = Tree(wanted["root"])
-    names = interfaces(tree)
+    owned, ip_error = addresses(tree)
+    names = interfaces(tree, owned)
     hostname = tree.text("/proc/sys/kernel/hostname") or socket.gethostname()
     found_gpus, gpu_error = gpus(tree)
     found_docker = docker(tree)
@@ -476,6 +513,7 @@ def probe(wanted: Dict[str, Any]) -> Dict[str, Any]:
         "kernel": tree.text("/proc/sys/kernel/osrelease"),
         "product": tree.text("/sys/class/dmi/id/product_name"),
         "interfaces": names,
+        "ip_error": ip_error,
         "default_routes": default_routes(tree),
         "hcas": hcas(tree),
         "infiniband_devices": bool(tree.names("/dev/infiniband/uverbs*")),
@@ -511,9 +549,11 @@ def resolve(tree: Tree, hostname: str) -> List[str]:
         return sorted(
             {str(row[4][0]) for row in socket.getaddrinfo(hostname, None, socket.AF_INET)}
         )
-    except OSError:
+    except (OSError, UnicodeError):
         return []
 
 
 if __name__ == "__main__":
-    print(json.dumps(probe(json.loads(sys.argv[2]))))
+    found = json.dumps(probe(json.loads(sys.argv[2])), ensure_ascii=False)
+    # A name that is not UTF-8 is a lone surrogate here; nobody could print it.
+    print(json.dumps(json.loads(found.encode(errors="replace"))))
