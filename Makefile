@@ -8,7 +8,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 LAB := $(BIN)/python -m tests.lab
 
-.PHONY: demo demo-down check test test-all bench schema lock clean help
+OFFLINE := $(BIN)/pytest -q -m "not lab and not slow"
+
+.PHONY: demo demo-down check style offline-1 offline-2 test test-all bench schema lock clean help
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -32,16 +34,26 @@ demo-down: $(VENV)/installed
 	$(LAB) down
 
 check: $(VENV)/installed
+	$(MAKE) --no-print-directory -j2 style offline-1 offline-2
+
+style:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -q -m "not lab"
+
+# Two processes for two cores; pytest-xdist and gevent do not go together.
+offline-1:
+	$(OFFLINE) tests/test_[a-o]*.py
+
+offline-2:
+	$(OFFLINE) --ignore-glob='tests/test_[a-o]*.py'
 
 test: check
 	$(LAB) up
 	$(BIN)/pytest -m "lab and not slow"
 
 test-all: check
+	$(BIN)/pytest -q -m "slow and not lab"
 	$(LAB) up
 	$(BIN)/pytest -m lab
 

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import shlex
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -40,17 +41,24 @@ Blocked = frozenset[tuple[str, str, str]]
 
 
 @pytest.fixture(scope="module")
-def probe_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Node], Probe]:
-    """What the probe says of a host; each is built and probed once."""
-    known: dict[Node, Probe] = {}
+def answer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Node], dict[str, Any]]:
+    """What the probe prints on a host; each is built and probed once."""
+    known: dict[Node, dict[str, Any]] = {}
 
-    def probe(node: Node) -> Probe:
+    def answer(node: Node) -> dict[str, Any]:
         if node not in known:
             root = trees.build_node(tmp_path_factory.mktemp("tree") / "host", node)
-            known[node] = Probe.model_validate(trees.read_tree(root))
+            known[node] = trees.read_tree(root)
+            shutil.rmtree(root)  # some hundred files
         return known[node]
 
-    return probe
+    return answer
+
+
+@pytest.fixture
+def probe_of(answer_of: Callable[[Node], dict[str, Any]]) -> Callable[[Node], Probe]:
+    """The same as preflight and discover see it."""
+    return lambda node: Probe.model_validate(answer_of(node))
 
 
 def meet(landscape: Landscape, blocked: Blocked = frozenset()) -> Meetings:
@@ -487,6 +495,7 @@ def test_a_host_without_ip(discover: Discover) -> None:
     assert "spark-2 cannot list its addresses: ip: not found. Install iproute2 there." in said
 
 
+@pytest.mark.slow
 def test_a_huge_list_of_interfaces(probe_of: Callable[[Node], Probe]) -> None:
     spark_1, spark_2 = map(probe_of, trees.direct().values())
     extra = [
@@ -737,17 +746,18 @@ def test_any_comments_survive(data: st.DataObject, discover: Discover) -> None:
 
 @dataclass
 class Stage:
-    """Hosts played by @fake: the real probe reads their trees, the meetings are made up."""
+    """Hosts played by @fake: what their trees say is real, their meetings are made up."""
 
     nodes: dict[str, Node]
-    folder: Path
     blocked: Blocked = frozenset()
     commands: int = 0
     answers: dict[str, Any] = field(default_factory=dict)
     """What a host prints instead, by host name; None: it fails."""
 
-    def run(self, connector: Any, command: Any, **arguments: Any) -> tuple[bool, CommandOutput]:
-        name = connector.host.name.removeprefix("@fake/")
+    def run(
+        self, name: str, command: Any, answer_of: Callable[[Node], dict[str, Any]]
+    ) -> tuple[bool, CommandOutput]:
+        name = name.removeprefix("@fake/")
         self.commands += 1
         if name in self.answers:
             text = self.answers[name]
@@ -765,10 +775,7 @@ class Stage:
                 }
             }
         else:
-            root = self.folder / name
-            if not root.exists():
-                trees.build_node(root, self.nodes[name])
-            answer = trees.read_tree(root)
+            answer = answer_of(self.nodes[name])
         return True, CommandOutput([OutputLine("stdout", json.dumps(answer))])
 
     def _met(self, name: str, network: str, meeting: dict[str, Any]) -> dict[str, Any]:
@@ -790,7 +797,9 @@ class Outcome:
 
 
 @pytest.fixture
-def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Outcome]]:
+def task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer_of: Callable[[Node], dict[str, Any]]
+) -> Iterator[Callable[..., Outcome]]:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(pyinfra, "is_cli", True)
 
@@ -801,11 +810,11 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         inventory: str | None = None,
         yes: str = "-y",
     ) -> Outcome:
-        stage = stage or Stage(trees.direct(), tmp_path / "trees")
+        stage = stage or Stage(trees.direct())
         monkeypatch.setattr(
             FakeConnector,
             "run_shell_command",
-            lambda self, command, **options: stage.run(self, command, **options),
+            lambda self, command, **options: stage.run(self.host.name, command, answer_of),
         )
         monkeypatch.setenv("CLUSTER", str(cluster or tmp_path / "none.yaml"))
         ctx_state.reset()
@@ -841,7 +850,7 @@ def test_the_first_host_given_is_the_head(task: Task) -> None:
 
 
 def test_a_dry_run_touches_no_host(task: Task, tmp_path: Path) -> None:
-    stage = Stage(trees.direct(), tmp_path / "trees")
+    stage = Stage(trees.direct())
     result = task(stage=stage, yes="--dry")
     assert (result.code, result.stdout, stage.commands) == (0, "", 0)
 
@@ -929,7 +938,7 @@ def test_a_file_that_is_no_cluster_file(
 def test_no_fabric_is_a_refusal_not_a_traceback(task: Task, tmp_path: Path) -> None:
     networks = ("192.168.200.0/24", "192.168.201.0/24", "10.1.230.0/24")
     blocked = frozenset((n, "spark-1", "spark-2") for n in networks)
-    result = task(stage=Stage(trees.direct(), tmp_path, blocked))
+    result = task(stage=Stage(trees.direct(), blocked))
     assert (result.code, result.stdout) == (1, "")
     assert "A firewall blocks one direction" in result.stderr
 
@@ -947,7 +956,7 @@ def test_no_fabric_is_a_refusal_not_a_traceback(task: Task, tmp_path: Path) -> N
 def test_a_host_that_cannot_be_probed_is_named(
     answer: str | None, said: str, task: Task, tmp_path: Path
 ) -> None:
-    result = task(stage=Stage(trees.direct(), tmp_path, answers={"spark-2": answer}))
+    result = task(stage=Stage(trees.direct(), answers={"spark-2": answer}))
     assert (result.code, result.stdout) == (1, "")
     assert said in result.stderr
     assert "spark-2" in result.stderr
@@ -955,7 +964,7 @@ def test_a_host_that_cannot_be_probed_is_named(
 
 def test_names_that_cluster_yaml_does_not_allow(task: Task, tmp_path: Path) -> None:
     nodes = {"spark_1": trees.direct()["spark-1"], "spark-2": trees.direct()["spark-2"]}
-    result = task(stage=Stage(nodes, tmp_path))
+    result = task(stage=Stage(nodes))
     assert result.code == 1
     assert "'spark_1' cannot be a host's name in cluster.yaml" in result.stderr
 
@@ -969,7 +978,7 @@ def test_an_address_becomes_the_name_that_the_file_or_the_host_has(
     task: Task, tmp_path: Path
 ) -> None:
     nodes = dict(zip(("10.1.230.180", "10.1.230.181"), trees.direct().values(), strict=True))
-    result = task(stage=Stage(nodes, tmp_path / "a"))
+    result = task(stage=Stage(nodes))
     hosts = yaml.safe_load(result.stdout)["hosts"]
     assert {name: host["ssh"] for name, host in hosts.items()} == {
         "spark-1": {"address": "10.1.230.180"},
@@ -977,7 +986,7 @@ def test_an_address_becomes_the_name_that_the_file_or_the_host_has(
     }
     path = tmp_path / "cluster.yaml"
     path.write_text(FILE.replace("spark-1", "big-box"), encoding="utf-8")
-    result = task(stage=Stage(nodes, tmp_path / "b"), cluster=path)
+    result = task(stage=Stage(nodes), cluster=path)
     assert "  big-box:" in result.stdout
     assert "-  big-box:" not in result.stdout
 

@@ -169,7 +169,7 @@ GARBAGE: list[tuple[str, bytes]] = [
 
 @pytest.mark.parametrize(("path", "content"), GARBAGE)
 def test_garbage_is_no_traceback(path: str, content: bytes, tmp_path: Path) -> None:
-    root = build(tmp_path, trees.direct())["spark-1"]
+    root = build_node(tmp_path / "host", trees.direct()["spark-1"])
     (root / path).parent.mkdir(parents=True, exist_ok=True)
     (root / path).write_bytes(content)
     probe = Probe.model_validate(probe_tree(root))
@@ -179,7 +179,7 @@ def test_garbage_is_no_traceback(path: str, content: bytes, tmp_path: Path) -> N
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     """A directory in a file's place answers with an error even to root."""
-    root = build(tmp_path, trees.direct())["spark-1"]
+    root = build_node(tmp_path / "host", trees.direct()["spark-1"])
     for path in ("proc/meminfo", "proc/net/route", "etc/hosts", "commands/ip", "commands/docker"):
         (root / path).unlink()
         (root / path).mkdir()
@@ -187,7 +187,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_names_that_are_not_utf_8(tmp_path: Path) -> None:
-    root = build(tmp_path, trees.direct())["spark-1"]
+    root = build_node(tmp_path / "host", trees.direct()["spark-1"])
     for folder in ("sys/class/net/caf\udce9", "sys/class/infiniband/caf\udce9/ports/1"):
         (root / folder).mkdir(parents=True)
         for name in ("mtu", "state"):
@@ -202,6 +202,7 @@ def test_a_root_with_special_characters(tmp_path: Path) -> None:
     assert len(probe_tree(root)["interfaces"]) == 8
 
 
+@pytest.mark.slow
 def test_two_thousand_interfaces(tmp_path: Path) -> None:
     nics = tuple(
         trees.Nic(f"veth{n}", (f"10.{n // 250}.{n % 250}.1/24",), kind="virtual")
@@ -226,7 +227,7 @@ LOCALES: dict[str, dict[str, str]] = {
 
 @pytest.mark.parametrize("locale", LOCALES)
 def test_locales(locale: str, tmp_path: Path) -> None:
-    root = build(tmp_path, trees.direct())["spark-1"]
+    root = build_node(tmp_path / "host", trees.direct()["spark-1"])
     (root / "proc/sys/kernel/hostname").write_text("spark-ü\n", encoding="utf-8")
     done = run_probe(wanted(root), {"PATH": os.environ["PATH"], **LOCALES[locale]})
     assert (done.returncode, done.stderr) == (0, b"")

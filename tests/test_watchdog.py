@@ -111,7 +111,7 @@ def test_a_server_that_never_answers_is_a_failure(tmp_path: Path) -> None:
     ).start()
     wanted = {
         "completion": {
-            **{"host": "127.0.0.1", "port": server.getsockname()[1], "model": "m", "deadline": 1},
+            **{"host": "127.0.0.1", "port": server.getsockname()[1], "model": "m", "deadline": 0.3},
             **{"prompt": "Hi", "max_tokens": 1, "secrets": "/no/such"},
         },
         **{"unit": "vllm-serve.service", "group_unit": "vllm-ray.service"},
