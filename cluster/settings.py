@@ -353,6 +353,10 @@ class Cluster(_Section):
     secrets: dict[VariableName, SecretSource] = Field(default_factory=dict)
     """Variables whose value must not stand in this file: HF_TOKEN, VLLM_API_KEY, RAY_AUTH_TOKEN."""
 
+    def to_json(self) -> dict[str, Any]:
+        """For pyinfra's debug-inventory; secrets are named here, never held."""
+        return self.model_dump(mode="json")
+
     @property
     def head(self) -> str:
         """The name of the head."""

@@ -242,7 +242,9 @@ def test_secrets_show_nowhere(run: Pyinfra, fleet: Fleet, monkeypatch: pytest.Mo
         assert "s3cret" not in result.output
     assert "VLLM_API_KEY=s3cret-key\n" in fleet["node-a"].files["/etc/vllm/secrets.env"]
     assert not any("s3cret" in command for _, command in fleet.history)
-    assert "s3cret" not in run("debug-inventory", cluster=cluster).output
+    inventory = run("debug-inventory", cluster=cluster)
+    assert inventory.exit_code == 0, inventory.output
+    assert "s3cret" not in inventory.output
 
 
 @pytest.mark.parametrize(
