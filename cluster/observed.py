@@ -14,12 +14,13 @@ import sys
 import time
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 from pyinfra import state
 from pyinfra.api import Host, QuoteString, StringCommand
-from pyinfra.connectors.util import make_unix_command_for_host
+from pyinfra.api.arguments import ConnectorArguments
+from pyinfra.connectors.util import extract_control_arguments, make_unix_command_for_host
 
 from cluster import commands, node
 from cluster.facts import HostProbe, HostState, ImageVersions, NodeState, source
@@ -224,10 +225,11 @@ def runs(host: Host, unit: str) -> bool:
     )
 
 
-def lock(host: Host, take_over: bool) -> dict[str, Any] | None:
+def lock(host: Host, take_over: bool, arguments: dict[str, Any]) -> dict[str, Any] | None:
     """Hold the lock on a host for as long as this run is connected to it.
 
-    Return None where this run has it, else who has it. Raises UnreadableError.
+    `arguments` are pyinfra's for a command there (sudo). Return None where this run has the lock,
+    else who has it. Raises UnreadableError.
     """
     memory = _memory(host)
     client = getattr(host.connector, "client", None)
@@ -245,9 +247,11 @@ def lock(host: Host, take_over: bool) -> dict[str, Any] | None:
     program = StringCommand(
         "python3", "-c", QuoteString(source("lock")), QuoteString(json.dumps(wanted))
     )
-    command = make_unix_command_for_host(
-        state, host, program, _sudo=bool(host.data.get("_sudo"))
-    ).get_raw_value()
+    extract_control_arguments(cast(ConnectorArguments, arguments))
+    if not _sudo_would_ask_nobody(host):
+        # pyinfra asks for a sudo password when a command needs it; the one below could not.
+        host.run_shell_command(StringCommand("true"), **arguments)
+    command = make_unix_command_for_host(state, host, program, **arguments).get_raw_value()
     # Not through pyinfra: it closes stdin, and this has to stay open until the run ends.
     memory.lock = client.exec_command(command)
     line = memory.lock[1].readline()
@@ -255,6 +259,7 @@ def lock(host: Host, take_over: bool) -> dict[str, Any] | None:
         holder: dict[str, Any] | None = json.loads(line)["held_by"]
     except (ValueError, KeyError, TypeError):
         complaint = memory.lock[2].read().decode(errors="replace").strip()
+        memory.lock = None
         raise UnreadableError(f"{host.name}: the lock could not be taken: {complaint}") from None
     if holder is not None:
         memory.lock = None

@@ -31,7 +31,14 @@ from cluster.facts import (
 from cluster.findings import Finding, judge
 from cluster.node import File
 from cluster.settings import Cluster
-from cluster.shell import Commands, guarded, print_table, refuse, streamed
+from cluster.shell import (
+    Commands,
+    connector_arguments,
+    guarded,
+    print_table,
+    refuse,
+    streamed,
+)
 
 _QUIETLY = (">/dev/null", "2>&1", "||", "true")
 
@@ -48,7 +55,7 @@ def locked(take_over: bool = False) -> Commands:
     + take_over: take it from whoever has it
     """
     if state.is_executing:
-        holder = observed.lock(host, take_over)
+        holder = observed.lock(host, take_over, connector_arguments())
         if holder is not None:
             yield refuse(
                 f"another run works on this cluster: {holder.get('who', 'unknown')}, since "

@@ -31,13 +31,18 @@ def guarded(function: Callable[Parameters, Commands]) -> Callable[Parameters, Co
     return guarded
 
 
-def streamed(command: StringCommand, stdin: str | None = None) -> FunctionCommand:
-    """A command whose output is shown while it runs."""
-    arguments: dict[str, Any] = {
+def connector_arguments() -> dict[str, Any]:
+    """How the current operation runs its commands: sudo and the like."""
+    return {
         key: value
         for key, value in (host.current_op_global_arguments or {}).items()
         if key in CONNECTOR_ARGUMENT_KEYS
     }
+
+
+def streamed(command: StringCommand, stdin: str | None = None) -> FunctionCommand:
+    """A command whose output is shown while it runs."""
+    arguments = connector_arguments()
     if stdin is not None:
         arguments["_stdin"] = stdin
     return FunctionCommand(_stream, (command, arguments), {})

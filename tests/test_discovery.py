@@ -6,7 +6,6 @@ import json
 import logging
 import re
 import shlex
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -49,7 +48,7 @@ def answer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Node], dict
         if node not in known:
             root = trees.build_node(tmp_path_factory.mktemp("tree") / "host", node)
             known[node] = trees.read_tree(root)
-            shutil.rmtree(root)  # some hundred files
+            trees.remove(root)
         return known[node]
 
     return answer

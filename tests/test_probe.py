@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,13 @@ import pytest
 from cluster.probe import Probe
 from tests import trees
 from tests.trees import build, build_node, probe_tree, run_probe, spark, wanted
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Iterator[Path]:
+    """pytest's, but gone after the test."""
+    yield tmp_path
+    trees.remove(tmp_path)
 
 
 def rows(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

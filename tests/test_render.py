@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +143,26 @@ def systemd_words(line: str) -> list[str]:
 def test_systemd_reads_back_every_argument(arguments: list[str]) -> None:
     line = " ".join(quote(argument) for argument in arguments)
     assert systemd_words(line) == arguments
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
+@pytest.mark.parametrize("case", CASES)
+def test_systemd_takes_the_units(case: str, tmp_path: Path) -> None:
+    cluster = load(CASES[case])
+    units: list[str] = []
+    for name in cluster.nodes:
+        (tmp_path / name).mkdir()
+        for file in render(cluster, name, IMAGE).files:
+            if file.path.endswith((".service", ".timer")):
+                path = tmp_path / name / Path(file.path).name
+                path.write_text(file.content, encoding="utf-8")
+                units.append(str(path))
+        argv = ["systemd-analyze", "verify", *units]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+        # What it says of other units is not about ours; docker may not be installed here.
+        ours = [row for row in done.stderr.splitlines() if str(tmp_path) in row or "vllm-" in row]
+        assert [row for row in ours if "docker" not in row] == []
+        units.clear()
 
 
 def test_null_removes_a_variable() -> None:

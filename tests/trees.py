@@ -22,6 +22,15 @@ ZERO_GID = ":".join(["0000"] * 8)
 MTU = 9000
 
 
+def remove(root: Path) -> None:
+    """Remove a tree; to be done as soon as it has been read.
+
+    Left to pytest, or to shutil, every directory of it stays open until gevent's loop runs
+    (gevent.os.close), and a few dozen trees are enough for "Too many open files".
+    """
+    subprocess.run(["rm", "-rf", "--", str(root)], check=True, timeout=60)
+
+
 @dataclass(frozen=True)
 class Nic:
     """A network interface, and the RDMA device on it."""
