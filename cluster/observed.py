@@ -29,7 +29,7 @@ from cluster.node import Image, Node, Versions
 from cluster.probe import Probe
 from cluster.settings import Cluster
 
-MEETING_SECONDS = 4
+MEETING_SECONDS = 6
 """How long hosts try to reach each other. ssh reaches them within a fraction of a second."""
 LOCK_PATH = "/run/vllm-deploy.lock"
 NOT_PULLED = Image("(image not pulled yet)", Versions("?", None, None, None))
