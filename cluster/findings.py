@@ -414,12 +414,15 @@ def _hcas_of(interface: str, probe: Probe) -> list[str]:
 def same_port(one: str, other: str) -> bool:
     """Whether two interfaces are one, or the two halves of one port of a DGX Spark.
 
-    Its ConnectX-7 hangs off two PCIe links, so that one port shows as enp1s0f1np1 and
-    enP2p1s0f1np1.
+    Its ConnectX-7 hangs off two PCIe links, in PCI domains 0 and 2, so that one port shows as
+    enp1s0f1np1 and enP2p1s0f1np1.
     """
-    halves = [re.sub(r"^en[pP](\d+p)?", "", name) for name in (one, other)]
+    halves = {one.removeprefix("enP2p"), other.removeprefix("enP2p")}
     return one == other or (
-        halves[0] == halves[1] and one.startswith(("enp", "enP")) and "np" in halves[0]
+        one.startswith("enP2p") != other.startswith("enP2p")
+        and len({half.removeprefix("enp") for half in halves}) == 1
+        and {half.startswith("enp") for half in halves} == {True, False}
+        and "np" in one[3:]
     )
 
 

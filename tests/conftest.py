@@ -4,11 +4,13 @@ import pyinfra_cli  # noqa: F401 -- gevent patches the standard library; it has 
 
 # isort: split
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import gevent.monkey
 import pyinfra
 import pytest
 from click.testing import CliRunner
@@ -91,3 +93,9 @@ def run(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pyinfra]:
 def lab() -> Lab:
     """The lab, brought up if it is not."""
     return existing() or up()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish() -> None:
+    """Close files at once from here on: gevent's os.close waits for a loop that no longer turns."""
+    os.close = gevent.monkey.get_original("os", "close")

@@ -363,6 +363,7 @@ def test_a_running_deployment_is_no_shortage_of_memory() -> None:
         ("enp1s0f0np0", "enP2p1s0f1np1", False),
         ("enp1s0f1np1", "eth1", False),
         ("ens1f0", "ens2f0", False),
+        ("enP6p3s0f0np0", "enP22p3s0f0np0", False),
         ("eth0", "eth1", False),
     ],
 )
