@@ -286,11 +286,17 @@ def ray_restarted() -> bool:
     return any(_memory(host).ray_restarted for host in state.inventory.get_active_hosts())
 
 
-def digests() -> dict[str, str]:
-    """The image digest of every host seen in this run, by host name."""
-    found: dict[str, str] = {}
-    for host in state.inventory.get_active_hosts():
-        seen = _memory(host).state
-        if seen is not None and seen.image is not None:
-            found[host.name] = seen.image.digest(host.data.cluster.image)
-    return found
+def digests(cluster: Cluster) -> dict[str, str]:
+    """What tells the images of this run's hosts apart, by host name.
+
+    Docker's own ids where they are all the same; else the registry's digests, which hold across
+    Docker's two image stores.
+    """
+    images = {
+        host.name: memory.state.image
+        for host in state.inventory.get_active_hosts()
+        if (memory := _memory(host)).state is not None and memory.state.image is not None
+    }
+    if len({image.id for image in images.values()}) == 1:
+        return {name: image.id for name, image in images.items()}
+    return {name: image.digest(cluster.image) for name, image in images.items()}

@@ -132,6 +132,12 @@ def test_different_images_stop_the_deploy_and_are_named(run: Pyinfra, fleet: Fle
     assert fleet["spark-1"].files == {}
 
 
+def test_one_image_without_a_digest_is_still_the_same(run: Pyinfra, fleet: Fleet) -> None:
+    """Loaded from an archive on one host, pulled on the other."""
+    fleet["spark-2"].image = {"id": "sha256:" + "0" * 64, "digests": []}
+    assert run("-y", "tasks/image.py").exit_code == 0
+
+
 def test_pull_always_pulls_again(run: Pyinfra, fleet: Fleet) -> None:
     run("-y", "tasks/image.py")
     again = run("-y", "tasks/image.py", "--data", "pull=always")

@@ -6,6 +6,7 @@ Nobody helps: the units and the watchdog do it. Every test prints how long it to
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable
 
@@ -16,7 +17,11 @@ from tests.test_lab import completions, containers, deploy, variant
 
 pytestmark = pytest.mark.lab
 
-QUICK = {"every": 5, "deadline": 5, "failures": 2, "minimum_uptime": 5, "cool_down": 30}
+# Other faults look like a wedge for a moment, too; they must not use up the restarts.
+QUICK = {
+    **{"every": 5, "deadline": 5, "failures": 2, "minimum_uptime": 5, "cool_down": 5},
+    "restarts_per_hour": 100,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,7 +72,7 @@ def test_a_wedged_engine_is_found_by_the_watchdog(lab: Lab) -> None:
     recovery(lab, lambda: signal(lab, "spark-1", "STOP", "VLLM::EngineCore"))
     journal = lab.exec("spark-1", "journalctl", "-u", "vllm-watchdog", "-o", "cat", "--no-pager")
     assert "failure 2 in a row, 2 restart" in journal
-    assert "restarting vllm-serve.service" in journal
+    assert re.search(r"restarting vllm-(serve|ray).service", journal)
 
 
 @pytest.mark.slow
