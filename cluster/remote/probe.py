@@ -498,7 +498,8 @@ def hold_all(meetings: Dict[str, Dict[str, Any]]) -> Dict[str, Any]:
 def probe(wanted: Dict[str, Any]) -> Dict[str, Any]:
     if "meetings" in wanted:
         return {"meetings": hold_all(wanted["meetings"])}
-    began = time.monotonic()
+    # Before the meeting, which ends at once on one host and at its deadline on another.
+    clock, began = time.time(), time.monotonic()
     tree = Tree(wanted["root"])
     owned, ip_error = addresses(tree)
     names = interfaces(tree, owned)
@@ -508,6 +509,7 @@ def probe(wanted: Dict[str, Any]) -> Dict[str, Any]:
     containers = own_containers(wanted["containers"], wanted["label"]) if not tree.root else []
     ours = [each["id"] for each in containers if each["ours"]]
     state: Dict[str, Any] = {
+        "time": clock,
         "hostname": hostname,
         "hostname_addresses": resolve(tree, hostname),
         "kernel": tree.text("/proc/sys/kernel/osrelease"),
@@ -533,7 +535,6 @@ def probe(wanted: Dict[str, Any]) -> Dict[str, Any]:
     if meet and "frame" not in meet:
         meet["frame"] = next((i["mtu"] for i in names if i["name"] == wanted["interface"]), None)
     state["meeting"] = Meeting(meet).hold() if meet else None
-    state["time"] = time.time()
     state["seconds"] = round(time.monotonic() - began, 3)
     return state
 
