@@ -116,7 +116,10 @@ def start_from_nothing(lab: Lab) -> list[tuple[str, str]]:
     serve, ray = started("vllm-serve"), started("vllm-ray")
     return [
         ("deploy.py to Ray's container on the head", f"{ray:.1f} s"),
-        ("Ray's container to vLLM's: Ray on the head, on the workers, prove", f"{serve - ray:.1f} s"),
+        (
+            "Ray's container to vLLM's: Ray on the head, on the workers, prove",
+            f"{serve - ray:.1f} s",
+        ),
         ("deploy.py to vLLM's container", f"{serve:.1f} s"),
         ("deploy.py to the completion", f"{total:.1f} s"),
     ]
