@@ -7,12 +7,9 @@ one to take. Docker reads the result with --env-file: raw NAME=VALUE lines, no q
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
-
-import yaml
 
 from cluster.settings import Cluster, read_secret
+from cluster.tables import table
 
 CONTAINER_CACHE = "/root/.cache"
 """Where the containers keep their caches; paths.cache of the host is mounted there."""
@@ -93,13 +90,5 @@ def _derived(cluster: Cluster, name: str) -> dict[str, str]:
 
 
 def _read_by(name: str) -> str:
-    row = _table().get(name)
-    return row["read_by"] if row else "from cluster.yaml"
-
-
-@cache
-def _table() -> dict[str, dict[str, str]]:
-    text = files("cluster").joinpath("variables.yaml").read_text(encoding="utf-8")
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    table: dict[str, dict[str, str]] = yaml.load(text, Loader=loader)  # noqa: S506 -- both are safe
-    return table
+    row = table("variables").get(name)
+    return str(row["read_by"]) if row else "from cluster.yaml"

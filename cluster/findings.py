@@ -9,17 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from ipaddress import IPv4Interface
-from typing import Any
-
-import yaml
 
 from cluster.environment import node_environment
 from cluster.fabric import fabric_problem
 from cluster.probe import Hca, Probe
 from cluster.settings import Cluster
+from cluster.tables import table
 
 LOW_RENDEZVOUS_PORT = 100
 """vLLM's second Ray executor takes this port when it runs as root (seen in 0.26)."""
@@ -81,11 +77,10 @@ class Situation:
 Rule = Callable[[Situation], Iterator[Finding]]
 
 
-@cache
 def rules() -> dict[str, dict[str, str]]:
     """rules.yaml: severity, why and source, by rule id."""
-    table: dict[str, dict[str, str]] = _data("rules.yaml")
-    return table
+    found: dict[str, dict[str, str]] = table("rules")
+    return found
 
 
 def judge(situation: Situation) -> list[Finding]:
@@ -499,23 +494,17 @@ def _memory(situation: Situation) -> Iterator[Finding]:
 
 
 def _known_bad(situation: Situation) -> Iterator[Finding]:
-    table: dict[str, list[dict[str, str]]] = _data("known_bad.yaml")
+    known_bad: dict[str, list[dict[str, str]]] = table("known_bad")
     for name, probe in situation.probes.items():
         versions = [("kernels", "kernel", probe.kernel or "")]
         versions += [("drivers", "NVIDIA driver", gpu.driver) for gpu in probe.gpus[:1]]
         machine = " ".join([probe.product or "", *(gpu.name for gpu in probe.gpus)])
         is_spark = "DGX Spark" in machine or "GB10" in machine
         for key, label, version in versions:
-            for row in table[key]:
+            for row in known_bad[key]:
                 if re.search(row["match"], version) and (is_spark or not row["product"]):
                     found = f"{label} {version}: {row['what']} ({row['source']})"
                     yield Finding("known-bad", name, found, row["remedy"])
-
-
-def _data(name: str) -> Any:
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    text = files("cluster").joinpath(name).read_text(encoding="utf-8")
-    return yaml.load(text, Loader=loader)  # noqa: S506 -- both are safe
 
 
 RULES: tuple[Rule, ...] = (

@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from functools import cache
-from importlib.resources import files
-from typing import Any
 
 import click
-import yaml
 from pyinfra import host, logger, state
 from pyinfra.api import Host, QuoteString, StringCommand, operation
 
@@ -39,6 +35,7 @@ from cluster.shell import (
     refuse,
     streamed,
 )
+from cluster.tables import table
 
 _QUIETLY = (">/dev/null", "2>&1", "||", "true")
 
@@ -324,12 +321,12 @@ def running(cluster: Cluster, unit: str, ready: str, deadline: int) -> Commands:
         yield StringCommand("systemctl", "enable", "--quiet", service)
         yield StringCommand("systemctl", "start", "--no-block", service)
         observed.started(host, unit)
-    table = _phases()[ready]
+    progress = table("phases")[ready]
     wanted = {
         "unit": unit,
         "deadline": deadline,
-        "phases": [{key: row[key] for key in ("text", "pattern")} for row in table["phases"]],
-        "ready": table["ready"],
+        "phases": [{key: row[key] for key in ("text", "pattern")} for row in progress["phases"]],
+        "ready": progress["ready"],
         "port": ["127.0.0.1", cluster.serve.port] if listens else None,
     }
     yield streamed(program_command("wait_unit", wanted), source("wait_unit"))
@@ -584,11 +581,3 @@ def reporter(cluster: Cluster) -> str:
     """The host that speaks for the group: the head, or the first host where it takes no part."""
     names = [each.name for each in state.inventory.get_active_hosts()]
     return cluster.head if cluster.head in names else min(names)
-
-
-@cache
-def _phases() -> dict[str, Any]:
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    text = files("cluster").joinpath("phases.yaml").read_text(encoding="utf-8")
-    table: dict[str, Any] = yaml.load(text, Loader=loader)  # noqa: S506 -- both are safe
-    return table

@@ -11,12 +11,13 @@ from typing import Any
 
 import yaml
 
+from cluster.tables import Loader
+
 Keys = tuple[str | int, ...]
 """A path into the document: ("hosts", "spark-1", "fabric", "address")."""
 
 MAX_BYTES = 1024 * 1024
 MAX_ENTRIES = 20_000
-_Loader: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class FileError(ValueError):
@@ -53,7 +54,7 @@ def read(path: Path) -> Document:
 def parse(text: str) -> Document:
     """Parse a YAML mapping. Raises FileError."""
     try:
-        loader = _Loader(text)
+        loader = Loader(text)
         node = loader.get_single_node()
         if node is None:
             raise FileError("the file is empty; a cluster needs at least image, model and hosts")
