@@ -196,8 +196,10 @@ def wanted(host: Host) -> Node:
     return memory.wanted[1]
 
 
-def serves(cluster: Cluster) -> bool:
+def serves(cluster: Cluster, ready: bool = True) -> bool:
     """Whether vllm serve already runs as wanted, so that a completion will prove every layer.
+
+    ready: it has to listen already; else it may still be loading.
 
     Answers from what this run has read of the head; False where it has read nothing yet, or has
     restarted Ray somewhere.
@@ -208,7 +210,7 @@ def serves(cluster: Cluster) -> bool:
     memory = _memory(head) if head else None
     if head is None or memory is None or memory.state is None or ray_restarted():
         return False
-    return memory.state.listening and runs(head, commands.SERVE)
+    return (memory.state.listening or not ready) and runs(head, commands.SERVE)
 
 
 def runs(host: Host, unit: str) -> bool:

@@ -33,7 +33,8 @@ def proven(cluster: Cluster, unless_serving: bool = False) -> Commands:
     """
     if not state.is_executing:
         host.noop("proven at run time")
-    elif unless_serving and _is_served(cluster):
+    # Not while it loads either: it measures the memory of its GPU then.
+    elif unless_serving and observed.serves(cluster, ready=False):
         host.noop("vllm serve runs: its completion proves the layers")
     elif len(_ranks(cluster)) < 2:
         host.noop("one host in this run: no network between ranks")
@@ -145,16 +146,6 @@ def _active() -> list[Host]:
 def _ranks(cluster: Cluster) -> list[str]:
     active = {each.name for each in _active()}
     return [name for name in cluster.nodes if name in active]
-
-
-def _is_served(cluster: Cluster) -> bool:
-    """Whether vllm serve runs as wanted, ready or not.
-
-    It must not be disturbed while it measures the memory of its GPU. The head has been looked at
-    by now, so this asks no host.
-    """
-    head = next((each for each in _active() if each.name == cluster.head), None)
-    return head is not None and not observed.ray_restarted() and observed.runs(head, commands.SERVE)
 
 
 @cache
