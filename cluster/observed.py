@@ -262,7 +262,10 @@ def lock(host: Host, take_over: bool, arguments: dict[str, Any]) -> dict[str, An
     except (ValueError, KeyError, TypeError):
         complaint = memory.lock[2].read().decode(errors="replace").strip()
         memory.lock = None
-        raise UnreadableError(f"{host.name}: the lock could not be taken: {complaint}") from None
+        remedy = "; give it with --same-sudo-password" if "password" in complaint else ""
+        raise UnreadableError(
+            f"{host.name}: the lock could not be taken: {complaint}{remedy}"
+        ) from None
     if holder is not None:
         memory.lock = None
     return holder
