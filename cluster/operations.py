@@ -212,12 +212,10 @@ def rendered(cluster: Cluster) -> Commands:
             _show_diff(file, found)
     for file in stale:
         yield _written(file, cluster)
-    units = {node.unit_path(unit): unit for unit in (commands.RAY, commands.SERVE)}
+    units = {node.unit_path(unit): unit for unit in node.UNITS}
     for path in leftover:
-        if path in units:  # the host has another role now
-            yield StringCommand(
-                "systemctl", "disable", "--quiet", "--now", f"{units[path]}.service"
-            )
+        if path in units:  # the host has another role now, or the watchdog is off
+            yield StringCommand("systemctl", "disable", "--quiet", "--now", _full(units[path]))
     if leftover:
         yield StringCommand("rm", "-f", *map(QuoteString, leftover))
     changed = [*leftover, *(file.path for file in stale)]

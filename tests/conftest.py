@@ -6,7 +6,7 @@ import pyinfra_cli  # noqa: F401 -- gevent patches the standard library; it has 
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,6 +93,21 @@ def run(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pyinfra]:
 def lab() -> Lab:
     """The lab, brought up if it is not."""
     return existing() or up()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What the lab's hosts say of the minutes of a test that failed, where it failed."""
+    report = yield
+    running = existing() if report.failed and item.get_closest_marker("lab") else None
+    for host in running.hosts if running else []:
+        argv = ["journalctl", "--no-pager", "-o", "short-precise", f"--since=@{call.start:.0f}"]
+        units = [f"--unit=vllm-{name}" for name in ("ray", "serve", "watchdog")]
+        lines = running.exec(host, *argv, *units, check=False).splitlines()
+        report.sections.append((f"journal of {host}", "\n".join(lines[-150:])))
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -21,6 +21,7 @@ from cluster import commands
 from cluster.load import load
 from cluster.node import unit_path
 from cluster.settings import Cluster
+from cluster.units import UNIT_DIRECTORY
 
 DIGEST = "sha256:" + "1" * 64
 VERSIONS = {"python": "3.12.9", "vllm": "0.17.1", "ray": "2.48.0", "torch": "2.9.0"}
@@ -153,7 +154,7 @@ class FakeHost:
             self.image = {"id": "sha256:" + "0" * 64, "digests": [f"vllm/vllm-openai@{DIGEST}"]}
         elif stdin and (target := re.search(r"mv (\S+)\.new (\S+)$", command)):
             self.files[target[2]] = stdin
-            self.untold = self.untold or target[2].endswith(".service")
+            self.untold = self.untold or target[2].startswith(UNIT_DIRECTORY)
         elif command == "systemctl daemon-reload":
             self.untold = False
         elif start := re.search(r"systemctl start --no-block (\S+)\.service", command):

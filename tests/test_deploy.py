@@ -1,6 +1,7 @@
 """The whole deploy and every task, offline, through the real CLI."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -211,6 +212,20 @@ def test_interrupted_before_systemd_was_told_converges(run: Pyinfra, fleet: Flee
     fleet["spark-2"].untold = True
     assert run("-y", "deploy.py").commands["spark-2"].count("systemctl daemon-reload") == 1
     assert run("-y", "deploy.py").changes == 0
+
+
+def test_changed_watchdog_settings_reach_systemd(
+    run: Pyinfra, fleet: Fleet, tmp_path: Path
+) -> None:
+    run("-y", "deploy.py")
+    text = (CLUSTERS / "two-hosts.yaml").read_text(encoding="utf-8")
+    changed = tmp_path / "cluster.yaml"
+    changed.write_text(f"{text}\nwatchdog: {{every: 7}}\n", encoding="utf-8")
+    assert "systemctl daemon-reload" in run("-y", "deploy.py", cluster=changed).commands["spark-1"]
+    changed.write_text(f"{text}\nwatchdog: {{enabled: false}}\n", encoding="utf-8")
+    run("-y", "deploy.py", cluster=changed)
+    assert fleet["spark-1"].timers == set()
+    assert run("-y", "deploy.py", cluster=changed).changes == 0
 
 
 def test_the_plan_is_not_taken_for_the_state_at_its_execution(run: Pyinfra, fleet: Fleet) -> None:
