@@ -70,8 +70,11 @@ def ray_container(cluster: Cluster, name: str, image: str) -> list[str]:
     ]
 
 
-def serve_container(cluster: Cluster, name: str, image: str) -> list[str]:
-    """docker run for vllm serve on node `name`: the head, or with executor mp every node."""
+def serve_container(cluster: Cluster, name: str, image: str, drains: bool = False) -> list[str]:
+    """docker run for vllm serve on node `name`: the head, or with executor mp every node.
+
+    drains: this vLLM knows how to let running requests finish when it is stopped.
+    """
     run = docker_run(cluster, name, SERVE)
     if cluster.executor == "ray":
         path = carry_over_path(cluster)
@@ -83,7 +86,10 @@ def serve_container(cluster: Cluster, name: str, image: str) -> list[str]:
         ]
     else:
         run += [f"--shm-size={cluster.container.shm_size}"]
-    return [*run, "--entrypoint=vllm", *cluster.container.flags, image, *_serve(cluster, name)]
+    serve = _serve(cluster, name)
+    if drains and name == cluster.head and cluster.deadlines.drain:
+        serve.append(f"--shutdown-timeout={cluster.deadlines.drain}")
+    return [*run, "--entrypoint=vllm", *cluster.container.flags, image, *serve]
 
 
 def program_path(cluster: Cluster, program: str) -> str:
@@ -93,7 +99,7 @@ def program_path(cluster: Cluster, program: str) -> str:
 
 def reach_at_boot(cluster: Cluster, name: str) -> list[str]:
     """What a worker's unit waits with until the head's Ray can be reached."""
-    wanted = {**reach(cluster, name), "deadline": cluster.deadlines.ray, "tell": True}
+    wanted = {**reach(cluster, name), "deadline": cluster.deadlines.boot, "tell": True}
     return ["python3", program_path(cluster, "reach"), "reach", json.dumps(wanted)]
 
 
@@ -127,6 +133,7 @@ def watchdog(cluster: Cluster) -> list[str]:
     wanted = {
         "completion": completion(cluster, settings.deadline, 1),
         "unit": f"{SERVE}.service",
+        "container": SERVE,
         "group_unit": f"{RAY if cluster.executor == 'ray' else SERVE}.service",
         "state": WATCHDOG_STATE,
         "failures": settings.failures,
@@ -153,7 +160,7 @@ def ray_nodes(cluster: Cluster, deadline: int) -> list[str]:
 
 def ray_nodes_at_boot(cluster: Cluster) -> list[str]:
     """The same for a unit, which takes the program from its file."""
-    program, *arguments = ray_nodes(cluster, cluster.deadlines.ray)
+    program, *arguments = ray_nodes(cluster, cluster.deadlines.boot)
     script = f'exec {program} "$@" < "$0"'
     return ["sh", "-c", script, program_path(cluster, "ray_nodes"), *arguments]
 

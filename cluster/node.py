@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -32,6 +33,12 @@ class Versions:
     vllm: str | None
     ray: str | None
     torch: str | None
+
+    @property
+    def drains(self) -> bool:
+        """Whether vllm serve has --shutdown-timeout: since 0.18.0 (vllm-project/vllm#36666)."""
+        numbers = re.match(r"(\d+)\.(\d+)", self.vllm or "")
+        return numbers is not None and (int(numbers[1]), int(numbers[2])) >= (0, 18)
 
     def __str__(self) -> str:
         pairs = (("vllm", self.vllm), ("ray", self.ray), ("torch", self.torch))
@@ -110,7 +117,7 @@ def render(cluster: Cluster, name: str, image: Image) -> Node:
         rendered.append(File(commands.secrets_path(cluster), content, 0o600, is_secret=True))
     definitions: dict[str, str] = {}
     if cluster.executor == "ray":
-        definitions[commands.RAY] = ray_definition(cluster, name, image.id)
+        definitions[commands.RAY] = ray_definition(cluster, name, image)
         run = _labelled(commands.ray_container(cluster, name, image.id), definitions[commands.RAY])
         rendered.append(File(unit_path(commands.RAY), ray_unit(cluster, name, run)))
         if name != cluster.head:
@@ -121,10 +128,8 @@ def render(cluster: Cluster, name: str, image: Image) -> Node:
                 File(commands.carry_over_path(cluster), _carry_over(cluster)),
                 _program(cluster, "ray_nodes"),
             ]
-        definitions[commands.SERVE] = serve_definition(cluster, name, image.id)
-        run = _labelled(
-            commands.serve_container(cluster, name, image.id), definitions[commands.SERVE]
-        )
+        definitions[commands.SERVE] = serve_definition(cluster, name, image)
+        run = _labelled(_serve_container(cluster, name, image), definitions[commands.SERVE])
         rendered.append(File(unit_path(commands.SERVE), serve_unit(cluster, name, run)))
     if name == cluster.head and cluster.watchdog.enabled:
         rendered += [_program(cluster, "completion"), _program(cluster, "watchdog")]
@@ -137,26 +142,30 @@ def _program(cluster: Cluster, program: str) -> File:
     return File(commands.program_path(cluster, program), text)
 
 
-def ray_definition(cluster: Cluster, name: str, image: str) -> str:
+def ray_definition(cluster: Cluster, name: str, image: Image) -> str:
     """The hash of all that defines Ray on node `name`; a worker depends on the head."""
-    parts = [_own(cluster, name, commands.ray_container(cluster, name, image))]
+    parts = [_own(cluster, name, commands.ray_container(cluster, name, image.id))]
     if name != cluster.head:
         parts.append(ray_definition(cluster, cluster.head, image))
     return _digest(parts)
 
 
-def serve_definition(cluster: Cluster, name: str, image: str) -> str:
+def serve_definition(cluster: Cluster, name: str, image: Image) -> str:
     """The hash of all that defines vllm serve on node `name`: the whole group belongs to it."""
     if cluster.executor == "ray":
-        parts = [_own(cluster, name, commands.serve_container(cluster, name, image))]
+        parts = [_own(cluster, name, _serve_container(cluster, name, image))]
         parts += [ray_definition(cluster, node, image) for node in cluster.nodes]
     else:
         # Every rank builds its own configuration, and a rank cannot rejoin a running group.
         parts = [
-            _own(cluster, node, commands.serve_container(cluster, node, image))
+            _own(cluster, node, _serve_container(cluster, node, image))
             for node in [name, *cluster.nodes]
         ]
     return _digest(parts)
+
+
+def _serve_container(cluster: Cluster, name: str, image: Image) -> list[str]:
+    return commands.serve_container(cluster, name, image.id, image.versions.drains)
 
 
 def parse_image_header(env_text: str) -> Image | None:

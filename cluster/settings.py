@@ -50,6 +50,7 @@ MANAGED_FLAGS = {
     "pipeline-parallel-size": "set serve.pipeline_parallel_size",
     "port": "set serve.port",
     "served-model-name": "set serve.served_model_name",
+    "shutdown-timeout": "set deadlines.drain",
     "tensor-parallel-size": "set serve.tensor_parallel_size",
 }
 
@@ -275,8 +276,26 @@ class Deadlines(_Section):
     """Start of vllm serve: weights, compilation, KV cache."""
     completion: Seconds = 120
     """The completion at the end."""
+    drain: Annotated[int, Field(strict=True, ge=0, le=86400)] = 30
+    """Running requests may finish before vllm serve stops; new ones are refused. vLLM 0.18+."""
     stop: Seconds = 60
-    """Stop of one container."""
+    """Stop of one container, beyond drain."""
+    boot: Seconds = 1800
+    """One wait of a unit for another host at boot; after that it fails, and systemd starts it
+    again."""
+
+
+class Restarts(_Section):
+    """systemd starts a container that ended again, up to a limit: a crash loop leaks memory."""
+
+    delay: Seconds = 5
+    """Seconds before a restart."""
+    max_delay: Seconds = 60
+    """The delay grows to so many seconds where systemd is 254 or newer; older ones keep delay."""
+    limit: Count = 10
+    """Starts of one unit within `within` seconds; after that it stays down, as failed."""
+    within: Seconds = 3600
+    """Seconds."""
 
 
 class Prove(_Section):
@@ -342,6 +361,8 @@ class Cluster(_Section):
     """Options of docker run."""
     deadlines: Deadlines = Deadlines()
     """Seconds."""
+    restarts: Restarts = Restarts()
+    """What happens to a container that ends."""
     prove: Prove = Prove()
     """What prove expects of the network."""
     watchdog: Watchdog = Watchdog()

@@ -11,6 +11,8 @@ from cluster import commands
 from cluster.settings import Cluster
 
 UNIT_DIRECTORY = "/etc/systemd/system"
+BACK_OFF_STEPS = 4
+"""Restarts after which the delay between two has grown to its longest."""
 _PLAIN = re.compile(r"[A-Za-z0-9@_+=:,./-]+")
 
 
@@ -111,7 +113,8 @@ def _unit(
     wait: list[str] | None = None,
     relations: list[str] | None = None,
 ) -> str:
-    stop = cluster.deadlines.stop
+    restarts, deadlines = cluster.restarts, cluster.deadlines
+    stop = deadlines.stop + (deadlines.drain if container == commands.SERVE else 0)
     lines = [
         "# Written by multinode-vllm; change cluster.yaml and deploy instead of this file.",
         "[Unit]",
@@ -119,9 +122,10 @@ def _unit(
         "After=docker.service network-online.target",
         "Wants=docker.service network-online.target",
         *(relations or []),
-        # A crash loop ends in "failed"; waiting for a host that is down does not count as one.
-        "StartLimitIntervalSec=600",
-        "StartLimitBurst=12",
+        # A crash loop ends in "failed". Waiting for a host that is down does not: the wait alone
+        # takes longer than the limit allows.
+        f"StartLimitIntervalSec={restarts.within}",
+        f"StartLimitBurst={restarts.limit}",
         "",
         "[Service]",
         "Type=exec",
@@ -132,8 +136,11 @@ def _unit(
         f"ExecStop=-docker stop -t {stop} {container}",
         f"ExecStopPost=-docker rm --force {container}",
         "Restart=always",
-        "RestartSec=5",
-        f"TimeoutStartSec={cluster.deadlines.ray + 60}",
+        f"RestartSec={restarts.delay}",
+        # systemd 254 and newer; older ones log that they do not know these two, and keep RestartSec.
+        f"RestartSteps={BACK_OFF_STEPS}",
+        f"RestartMaxDelaySec={max(restarts.delay, restarts.max_delay)}",
+        f"TimeoutStartSec={deadlines.boot + 60}",
         f"TimeoutStopSec={stop + 30}",
         # docker run ends with 128 + signal when it is stopped.
         "SuccessExitStatus=130 137 143",

@@ -161,6 +161,8 @@ def test_systemd_takes_the_units(case: str, tmp_path: Path) -> None:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
         # What it says of other units is not about ours; docker may not be installed here.
         ours = [row for row in done.stderr.splitlines() if str(tmp_path) in row or "vllm-" in row]
+        newer = ("'RestartSteps'", "'RestartMaxDelaySec'")  # systemd 254; this one may be older
+        ours = [row for row in ours if not any(key in row for key in newer)]
         assert [row for row in ours if "docker" not in row] == []
         units.clear()
 
@@ -179,6 +181,22 @@ def test_every_derived_variable_says_who_reads_it() -> None:
             for variable in node_environment(cluster, name):
                 own = variable.name in {**cluster.env, **cluster.hosts[name].env}
                 assert own == variable.comment.startswith("from cluster.yaml"), variable
+
+
+@pytest.mark.parametrize(
+    ("version", "drains"),
+    [("0.17.1", False), ("0.18.0rc1", True), ("0.32.0+cpu", True), ("1.0", True), (None, False)],
+)
+def test_running_requests_may_finish_where_vllm_knows_how(version: str, drains: bool) -> None:
+    image = Image("sha256:ab", Versions("3.12.9", version, "2.48.0", "2.9.0"))
+    cluster = load(CASES["lab"])
+    unit = next(
+        file.content
+        for file in render(cluster, cluster.head, image).files
+        if file.path.endswith("vllm-serve.service")
+    )
+    assert ("--shutdown-timeout=30" in unit) == drains
+    assert "docker stop -t 90 vllm-serve" in unit
 
 
 def test_definitions_depend_on_what_they_stand_on() -> None:

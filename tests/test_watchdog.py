@@ -104,6 +104,8 @@ def test_a_server_that_never_answers_is_a_failure(tmp_path: Path) -> None:
         encoding="utf-8",
     )
     (folder / "systemctl").chmod(0o755)
+    (folder / "docker").write_text('#!/bin/sh\necho docker "$@" >> "$(dirname "$0")/calls"\n')
+    (folder / "docker").chmod(0o755)
     server = socket.create_server(("127.0.0.1", 0))
     kept = []
     threading.Thread(
@@ -114,7 +116,8 @@ def test_a_server_that_never_answers_is_a_failure(tmp_path: Path) -> None:
             **{"host": "127.0.0.1", "port": server.getsockname()[1], "model": "m", "deadline": 0.3},
             **{"prompt": "Hi", "max_tokens": 1, "secrets": "/no/such"},
         },
-        **{"unit": "vllm-serve.service", "group_unit": "vllm-ray.service"},
+        **{"unit": "vllm-serve.service", "container": "vllm-serve"},
+        "group_unit": "vllm-ray.service",
         **{"state": str(tmp_path / "state.json"), **SETTINGS, "failures": 2, "minimum_uptime": 0},
     }
     outputs = [
@@ -131,4 +134,5 @@ def test_a_server_that_never_answers_is_a_failure(tmp_path: Path) -> None:
     assert "failure 1 in a row, 2 restart" in outputs[0]
     assert "restarting vllm-serve.service" in outputs[1]
     calls = (folder / "calls").read_text(encoding="utf-8")
+    assert "docker kill vllm-serve\nrestart --no-block vllm-serve.service" in calls
     assert calls.count("restart --no-block vllm-serve.service") == 1

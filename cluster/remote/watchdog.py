@@ -1,7 +1,7 @@
 """Asks vllm serve for one token and restarts it when it is wedged; a timer runs this on the head.
 
 Argument (JSON): completion (the argument of completion.py, which lies beside this file), unit,
-group_unit, state (path of a JSON file that survives until a reboot), failures, minimum_uptime,
+container, group_unit, state (path of a JSON file that survives until a reboot), failures, minimum_uptime,
 cool_down (seconds), restarts_per_hour.
 
 /health says 200 over a dead engine, so only a token counts. Not being able to ask (wrong key, port
@@ -101,6 +101,8 @@ def main(wanted: Dict[str, Any]) -> int:
     if action in ("restart", "restart group"):
         unit = wanted["unit"] if action == "restart" else wanted["group_unit"]
         print("restarting %s" % unit)
+        # It is wedged: its running requests would not finish, however long it waits for them.
+        subprocess.run(["docker", "kill", wanted["container"]], stdout=subprocess.DEVNULL)
         return subprocess.run(["systemctl", "restart", "--no-block", unit]).returncode
     return 0
 
