@@ -97,10 +97,16 @@ def program_path(cluster: Cluster, program: str) -> str:
     return f"{cluster.paths.config}/{program}.py"
 
 
+def _program(
+    cluster: Cluster, program: str, wanted: dict[str, Any], role: str | None = None
+) -> list[str]:
+    return ["python3", program_path(cluster, program), role or program, json.dumps(wanted)]
+
+
 def reach_at_boot(cluster: Cluster, name: str) -> list[str]:
     """What a worker's unit waits with until the head's Ray can be reached."""
     wanted = {**reach(cluster, name), "deadline": cluster.deadlines.boot, "tell": True}
-    return ["python3", program_path(cluster, "reach"), "reach", json.dumps(wanted)]
+    return _program(cluster, "reach", wanted)
 
 
 def reach(cluster: Cluster, name: str) -> dict[str, Any]:
@@ -141,7 +147,32 @@ def watchdog(cluster: Cluster) -> list[str]:
         "cool_down": settings.cool_down,
         "restarts_per_hour": settings.restarts_per_hour,
     }
-    return ["python3", program_path(cluster, "watchdog"), "watchdog", json.dumps(wanted)]
+    return _program(cluster, "watchdog", wanted)
+
+
+def gather(cluster: Cluster, name: str) -> list[str]:
+    """What the unit of node `name` brings the ranks together with before each start."""
+    workers = {str(cluster.address(worker)): worker for worker in cluster.workers}
+    wanted = {
+        "port": cluster.serve.rendezvous_port,
+        "head": str(cluster.head_address),
+        "deadline": cluster.deadlines.boot,
+    }
+    if name == cluster.head:
+        return _program(cluster, "gather", wanted | {"workers": workers}, "head")
+    return _program(cluster, "gather", wanted | {"source": str(cluster.address(name))}, "worker")
+
+
+def watch_rank(cluster: Cluster, name: str) -> list[str]:
+    """What the watchdog's service of a worker runs with executor mp."""
+    wanted = {
+        "port": cluster.serve.rendezvous_port,
+        "head": str(cluster.head_address),
+        "source": str(cluster.address(name)),
+        "unit": f"{SERVE}.service",
+        "container": SERVE,
+    }
+    return _program(cluster, "gather", wanted, "watch")
 
 
 def ray_nodes(cluster: Cluster, deadline: int) -> list[str]:

@@ -18,7 +18,7 @@ from cluster.settings import Cluster
 from cluster.units import UNIT_DIRECTORY, ray_unit, serve_unit, watchdog_units
 
 IMAGE_HEADER = "image "
-PROGRAMS = ("reach", "ray_nodes", "completion", "watchdog")
+PROGRAMS = ("reach", "ray_nodes", "gather", "completion", "watchdog")
 """The programs of remote/ that units run, as files on the hosts."""
 WATCHDOG_TIMER = f"{commands.WATCHDOG}.timer"
 UNITS = (commands.RAY, commands.SERVE, commands.WATCHDOG, WATCHDOG_TIMER)
@@ -91,6 +91,11 @@ def containers(cluster: Cluster, name: str) -> list[str]:
     return [commands.RAY, commands.SERVE] if name == cluster.head else [commands.RAY]
 
 
+def is_watched(cluster: Cluster, name: str) -> bool:
+    """Whether node `name` has a watchdog: the head, and with executor mp every worker."""
+    return cluster.watchdog.enabled and (name == cluster.head or cluster.executor == "mp")
+
+
 def paths(cluster: Cluster) -> list[str]:
     """Every path that a deployment may have written on a host, whatever its role."""
     return [
@@ -131,9 +136,13 @@ def render(cluster: Cluster, name: str, image: Image) -> Node:
         definitions[commands.SERVE] = serve_definition(cluster, name, image)
         run = _labelled(_serve_container(cluster, name, image), definitions[commands.SERVE])
         rendered.append(File(unit_path(commands.SERVE), serve_unit(cluster, name, run)))
-    if name == cluster.head and cluster.watchdog.enabled:
-        rendered += [_program(cluster, "completion"), _program(cluster, "watchdog")]
-        rendered += [File(unit_path(unit), text) for unit, text in watchdog_units(cluster).items()]
+        if cluster.executor == "mp" and cluster.workers:
+            rendered.append(_program(cluster, "gather"))
+    if is_watched(cluster, name):
+        if name == cluster.head:
+            rendered += [_program(cluster, "completion"), _program(cluster, "watchdog")]
+        units = watchdog_units(cluster, name)
+        rendered += [File(unit_path(unit), text) for unit, text in units.items()]
     return Node(name, tuple(rendered), definitions)
 
 

@@ -333,16 +333,13 @@ def running(cluster: Cluster, unit: str, ready: str, deadline: int) -> Commands:
 
 @operation()
 @guarded
-def watched(cluster: Cluster) -> Commands:
-    """Have the watchdog's timer running, or not, as cluster.yaml says.
-
-    + cluster: the cluster
-    """
+def watched() -> Commands:
+    """Have the watchdog's timer running on this host."""
     timer = node.WATCHDOG_TIMER
     found = observed.look(host)
     is_on = found.unit(timer, "ActiveState") == "active"
     is_enabled = found.unit(timer, "UnitFileState") == "enabled"
-    if not cluster.watchdog.enabled or (is_on and is_enabled):
+    if is_on and is_enabled:
         host.noop("the watchdog is as it should be")
         return
     yield StringCommand("systemctl", "enable", "--quiet", "--now", timer)

@@ -288,7 +288,7 @@ class Deadlines(_Section):
 class Restarts(_Section):
     """systemd starts a container that ended again, up to a limit: a crash loop leaks memory."""
 
-    delay: Seconds = 5
+    delay: Seconds = 2
     """Seconds before a restart."""
     max_delay: Seconds = 60
     """The delay grows to so many seconds where systemd is 254 or newer; older ones keep delay."""

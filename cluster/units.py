@@ -11,6 +11,8 @@ from cluster import commands
 from cluster.settings import Cluster
 
 UNIT_DIRECTORY = "/etc/systemd/system"
+WATCH_RANK_SECONDS = 5
+"""Between two looks of a worker at its rank: the group stands still until then."""
 BACK_OFF_STEPS = 4
 """Restarts after which the delay between two has grown to its longest."""
 _PLAIN = re.compile(r"[A-Za-z0-9@_+=:,./-]+")
@@ -57,6 +59,7 @@ def serve_unit(cluster: Cluster, name: str, run: list[str]) -> str:
             f"vllm serve of cluster {cluster.name}, node rank {cluster.nodes.index(name)}",
             container=commands.SERVE,
             run=run,
+            wait=commands.gather(cluster, name) if cluster.workers else None,
         )
     return _unit(
         cluster,
@@ -68,26 +71,37 @@ def serve_unit(cluster: Cluster, name: str, run: list[str]) -> str:
     )
 
 
-def watchdog_units(cluster: Cluster) -> dict[str, str]:
-    """vllm-watchdog.service and its timer, by file name."""
-    name, every = commands.WATCHDOG, cluster.watchdog.every
+def watchdog_units(cluster: Cluster, name: str) -> dict[str, str]:
+    """vllm-watchdog.service and its timer on node `name`, by file name.
+
+    On the head it asks for a token. With executor mp it looks on the workers whether their rank
+    still belongs to the group.
+    """
+    if name == cluster.head:
+        what = f"Ask vllm serve of cluster {cluster.name} for a token"
+        every, run = cluster.watchdog.every, commands.watchdog(cluster)
+        own = [f"RuntimeDirectory={commands.WATCHDOG}", "RuntimeDirectoryPreserve=yes"]
+    else:
+        what = f"See whether this rank of cluster {cluster.name} belongs to the group"
+        every, run = WATCH_RANK_SECONDS, commands.watch_rank(cluster, name)
+        # Every five seconds three lines that say nothing would bury the others.
+        own = ["LogLevelMax=notice"]
     service = [
         "# Written by multinode-vllm; change cluster.yaml and deploy instead of this file.",
         "[Unit]",
-        f"Description=Ask vllm serve of cluster {cluster.name} for a token",
+        f"Description={what}",
         f"After={commands.SERVE}.service",
         "",
         "[Service]",
         "Type=oneshot",
-        f"ExecStart={exec_line(commands.watchdog(cluster))}",
-        f"RuntimeDirectory={name}",
-        "RuntimeDirectoryPreserve=yes",
+        f"ExecStart={exec_line(run)}",
+        *own,
         f"TimeoutStartSec={cluster.watchdog.deadline + 60}",
     ]
     timer = [
         "# Written by multinode-vllm; change cluster.yaml and deploy instead of this file.",
         "[Unit]",
-        f"Description=Ask vllm serve of cluster {cluster.name} for a token every {every} s",
+        f"Description={what} every {every} s",
         "",
         "[Timer]",
         f"OnActiveSec={every}",
@@ -98,8 +112,8 @@ def watchdog_units(cluster: Cluster) -> dict[str, str]:
         "WantedBy=timers.target",
     ]
     return {
-        f"{name}.service": "\n".join(service) + "\n",
-        f"{name}.timer": "\n".join(timer) + "\n",
+        f"{commands.WATCHDOG}.service": "\n".join(service) + "\n",
+        f"{commands.WATCHDOG}.timer": "\n".join(timer) + "\n",
     }
 
 
@@ -137,7 +151,7 @@ def _unit(
         f"ExecStopPost=-docker rm --force {container}",
         "Restart=always",
         f"RestartSec={restarts.delay}",
-        # systemd 254 and newer; older ones log that they do not know these two, and keep RestartSec.
+        # systemd 254 and newer; older ones say that they do not know these two, and keep to delay.
         f"RestartSteps={BACK_OFF_STEPS}",
         f"RestartMaxDelaySec={max(restarts.delay, restarts.max_delay)}",
         f"TimeoutStartSec={deadlines.boot + 60}",

@@ -15,5 +15,5 @@ if commands.SERVE in node.containers(cluster, host.name):
         deadline=cluster.deadlines.serve,
     )
 
-if host.name == cluster.head:
-    operations.watched(name="Start the watchdog", cluster=cluster)
+if node.is_watched(cluster, host.name):
+    operations.watched(name="Start the watchdog")

@@ -19,7 +19,9 @@ if host.name == cluster.head:
         name="Stop vllm serve and its watchdog", units=[node.WATCHDOG_TIMER, commands.SERVE]
     )
 elif cluster.executor == "mp":
-    operations.stopped(name="Stop the other ranks of vllm serve", units=[commands.SERVE])
+    operations.stopped(
+        name="Stop the other ranks of vllm serve", units=[node.WATCHDOG_TIMER, commands.SERVE]
+    )
 
 if host.name != cluster.head:
     operations.stopped(name="Stop the Ray workers", units=[commands.RAY])

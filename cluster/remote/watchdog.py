@@ -1,8 +1,8 @@
 """Asks vllm serve for one token and restarts it when it is wedged; a timer runs this on the head.
 
 Argument (JSON): completion (the argument of completion.py, which lies beside this file), unit,
-container, group_unit, state (path of a JSON file that survives until a reboot), failures, minimum_uptime,
-cool_down (seconds), restarts_per_hour.
+container, group_unit, state (path of a JSON file that survives until a reboot), failures,
+minimum_uptime, cool_down (seconds), restarts_per_hour.
 
 /health says 200 over a dead engine, so only a token counts. Not being able to ask (wrong key, port
 closed, another model) is no wedge, and neither is an engine that is busy: its token counters grow.
