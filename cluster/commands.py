@@ -191,7 +191,16 @@ def ray_nodes(cluster: Cluster, deadline: int) -> list[str]:
 
 def ray_nodes_at_boot(cluster: Cluster) -> list[str]:
     """The same for a unit, which takes the program from its file."""
-    program, *arguments = ray_nodes(cluster, cluster.deadlines.boot)
+    return _ray_nodes_from_file(cluster, cluster.deadlines.boot)
+
+
+def ray_nodes_now(cluster: Cluster) -> list[str]:
+    """The same without a wait."""
+    return _ray_nodes_from_file(cluster, 0)
+
+
+def _ray_nodes_from_file(cluster: Cluster, deadline: int) -> list[str]:
+    program, *arguments = ray_nodes(cluster, deadline)
     script = f'exec {program} "$@" < "$0"'
     return ["sh", "-c", script, program_path(cluster, "ray_nodes"), *arguments]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from pyinfra.api import FactBase, QuoteString, StringCommand
 from pyinfra.api.exceptions import FactProcessError
 
+from cluster.host_state import Answer, ContainerState, Failure, HostReport, HostState, ImageState
 from cluster.node import Versions
 
 
@@ -32,56 +32,6 @@ def _object(output: list[str]) -> Any:
         raise FactProcessError(f"expected JSON, got: {output[-1][:200]!r}") from None
 
 
-@dataclass(frozen=True)
-class ImageState:
-    """An image in a host's Docker."""
-
-    id: str
-    digests: list[str]
-
-    def digest(self, reference: str) -> str:
-        """What identifies the image on every host: the registry's digest, else Docker's id."""
-        repository = reference.partition("@")[0]
-        if ":" in repository.rpartition("/")[2]:
-            repository = repository.rpartition(":")[0]
-        for digest in self.digests:
-            name, _, value = digest.partition("@")
-            if name == repository or name.endswith(f"/{repository}"):
-                return value
-        return self.id
-
-
-@dataclass(frozen=True)
-class ContainerState:
-    """A container in a host's Docker. `definition` is our label."""
-
-    id: str
-    image: str
-    status: str
-    started: str
-    definition: str | None
-
-
-@dataclass(frozen=True)
-class HostState:
-    """What is on a host; see remote/node_state.py."""
-
-    docker_error: str | None
-    systemd_error: str | None
-    image: ImageState | None
-    containers: dict[str, ContainerState]
-    units: dict[str, dict[str, str]]
-    files: dict[str, str | None]
-    secret_files: dict[str, str | None]
-    listening: bool
-    addresses: dict[str, list[str]]
-    watchdog: str = ""
-
-    def unit(self, name: str, key: str) -> str:
-        """A property of a unit as systemctl show gives it; "" where there is none."""
-        return self.units.get(name, {}).get(key, "")
-
-
 class NodeState(FactBase[HostState]):
     """Image, containers, units and files of a host. Pass _stdin=source("node_state")."""
 
@@ -95,7 +45,12 @@ class NodeState(FactBase[HostState]):
         try:
             image = found.pop("image")
             containers = found.pop("containers")
+            report = found.pop("report", None)
+            if report:
+                failures = report.pop("failures")
+                report["failures"] = {key: Failure(**value) for key, value in failures.items()}
             return HostState(
+                report=HostReport(**report) if report else None,
                 image=ImageState(**image) if image else None,
                 containers={key: ContainerState(**value) for key, value in containers.items()},
                 **found,
@@ -166,17 +121,6 @@ class RayNodes(FactBase[str]):
     def process(self, output: list[str]) -> str:
         """Drop the line that says that all is well."""
         return "\n".join(line for line in output if not line.startswith("Ray lists "))
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A completion, or why there is none; and what /metrics says, where it was asked for."""
-
-    seconds: float
-    text: str = ""
-    tokens: int | None = None
-    error: str | None = None
-    metrics: dict[str, float] | None = None
 
 
 class Completion(FactBase[Answer]):

@@ -23,11 +23,13 @@ from pyinfra.api.arguments import ConnectorArguments
 from pyinfra.connectors.util import extract_control_arguments, make_unix_command_for_host
 
 from cluster import commands, node
-from cluster.facts import HostProbe, HostState, ImageVersions, NodeState, source
+from cluster.facts import HostProbe, ImageVersions, NodeState, source
 from cluster.findings import Situation, listening_ports, meeting_ports
+from cluster.host_state import HostState
 from cluster.node import Image, Node, Versions
 from cluster.probe import Probe
 from cluster.settings import Cluster
+from cluster.tables import log_patterns
 
 MEETING_SECONDS = 6
 """How long hosts try to reach each other. ssh reaches them within a fraction of a second."""
@@ -61,32 +63,41 @@ def _memory(host: Host) -> _Memory:
     return memory
 
 
-def look(host: Host) -> HostState:
+def look(host: Host, report: bool = False) -> HostState:
     """Return the state of a host, from memory where nothing can have changed since.
 
-    Raises UnreadableError.
+    report: with what only a report shows. Raises UnreadableError.
     """
     memory = _memory(host)
+    known = memory.state
     # Between the plan and its execution a person may have thought for an hour.
-    if memory.state is None or memory.seen_executing != state.is_executing:
-        cluster: Cluster = host.data.cluster
-        wanted = {
-            "image": cluster.image,
-            "containers": [commands.RAY, commands.SERVE],
-            "units": list(node.UNITS),
-            "files": node.paths(cluster),
-            "secret_files": [commands.secrets_path(cluster)],
-            "label": commands.DEFINITION_LABEL,
-            "watchdog": commands.WATCHDOG_STATE,
-            "port": cluster.serve.port if host.name == cluster.head else None,
-        }
-        memory.state = host.get_fact(
-            NodeState, wanted=wanted, _stdin=source("node_state"), _ignore_errors=True
-        )
-        memory.seen_executing = state.is_executing
-        if memory.state is None:
-            raise UnreadableError(f"{host.name} did not say what is on it; see the lines above")
-    return memory.state
+    is_current = known is not None and memory.seen_executing == state.is_executing
+    if known is not None and is_current and not (report and known.report is None):
+        return known
+    cluster: Cluster = host.data.cluster
+    wanted = {
+        "image": cluster.image,
+        "containers": [commands.RAY, commands.SERVE],
+        "units": list(node.UNITS),
+        "files": node.paths(cluster),
+        "secret_files": [commands.secrets_path(cluster)],
+        "label": commands.DEFINITION_LABEL,
+        "watchdog": commands.WATCHDOG_STATE,
+        "port": cluster.serve.port if host.name == cluster.head else None,
+        "report": _report(cluster, host.name) if report else None,
+    }
+    found: HostState | None = host.get_fact(
+        NodeState, wanted=wanted, _stdin=source("node_state"), _ignore_errors=True
+    )
+    memory.state, memory.seen_executing = found, state.is_executing
+    if found is None:
+        raise UnreadableError(f"{host.name} did not say what is on it; see the lines above")
+    return found
+
+
+def _report(cluster: Cluster, name: str) -> dict[str, Any]:
+    asks_ray = cluster.executor == "ray" and name == cluster.head
+    return {**log_patterns(), "ray": commands.ray_nodes_now(cluster) if asks_ray else None}
 
 
 def probe(host: Host) -> None:

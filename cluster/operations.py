@@ -11,20 +11,13 @@ import json
 
 import click
 from pyinfra import host, logger, state
-from pyinfra.api import Host, QuoteString, StringCommand, operation
+from pyinfra.api import QuoteString, StringCommand, operation
 
 from cluster import commands, node, observed
 from cluster.fabric import fabric_problem
-from cluster.facts import (
-    Answer,
-    Completion,
-    HostState,
-    RayNodes,
-    ReachesRay,
-    program_command,
-    source,
-)
+from cluster.facts import Completion, RayNodes, ReachesRay, program_command, source
 from cluster.findings import Finding, judge
+from cluster.host_state import Answer, HostState
 from cluster.node import File
 from cluster.settings import Cluster
 from cluster.shell import (
@@ -35,7 +28,8 @@ from cluster.shell import (
     refuse,
     streamed,
 )
-from cluster.tables import table
+from cluster.status import HEADER, Status, host_status, lines
+from cluster.tables import log_patterns, table
 
 _QUIETLY = (">/dev/null", "2>&1", "||", "true")
 
@@ -325,6 +319,7 @@ def running(cluster: Cluster, unit: str, ready: str, deadline: int) -> Commands:
         "deadline": deadline,
         "phases": [{key: row[key] for key in ("text", "pattern")} for row in progress["phases"]],
         "ready": progress["ready"],
+        **log_patterns(),
         "port": ["127.0.0.1", cluster.serve.port] if listens else None,
     }
     yield streamed(program_command("wait_unit", wanted), source("wait_unit"))
@@ -386,65 +381,93 @@ def nodes_listed(cluster: Cluster, unless_serving: bool = False) -> Commands:
 
 @operation()
 @guarded
-def answers(cluster: Cluster, with_metrics: bool = False) -> Commands:
+def answers(cluster: Cluster) -> Commands:
     """Stop unless a completion comes back; report it.
 
     + cluster: the cluster
-    + with_metrics: also what /metrics says of requests, KV cache and tokens
     """
     if not state.is_executing:
         host.noop("asked at run time")
         return
     wanted = commands.completion(cluster, cluster.deadlines.completion, MAX_TOKENS)
-    wanted["metrics"] = with_metrics
     answer = host.get_fact(Completion, wanted=wanted, _stdin=source("completion"))
     if answer.error:
-        yield refuse(
-            f"No completion from {api_url(cluster)} after {answer.seconds} s: {answer.error}",
-            "The server may listen while its engine is dead. See: pyinfra -y inventory.py "
-            "tasks/logs.py",
-        )
+        yield refuse(_no_completion(cluster, answer), "See: pyinfra -y inventory.py tasks/logs.py")
         return
     _report(cluster, answer)
     host.noop("a completion came back")
 
 
+def _no_completion(cluster: Cluster, answer: Answer) -> str:
+    url = api_url(cluster)
+    text = f"No completion from {url} after {answer.seconds} s: {answer.error}"
+    if answer.error and answer.error.startswith("HTTP 5"):
+        # It will be restarted, but not before the watchdog has seen it fail for a while.
+        text += ". The server listens, but its engine is dead: pyinfra -y inventory.py "
+        text += "tasks/restart.py"
+    return text
+
+
 @operation()
 @guarded
-def seen() -> Commands:
-    """Read what is on this host, for a report."""
-    found = observed.look(host)
+def seen(report: bool = False) -> Commands:
+    """Read what is on this host.
+
+    + report: with what only a report shows
+    """
+    found = observed.look(host, report)
     host.noop(found.docker_error or "read")
     yield from ()
 
 
 @operation()
 @guarded
-def status_shown(cluster: Cluster) -> Commands:
-    """Print what every host of this run should run and what it runs.
+def status_shown(cluster: Cluster, as_json: bool = False) -> Commands:
+    """Ask for a completion; print what every host should run and runs. Stop unless a token came.
 
     + cluster: the cluster
+    + as_json: print all of it as JSON on stdout instead
     """
-    if state.is_executing:
-        active = {each.name: each for each in state.inventory.get_active_hosts()}
-        rows = [_status_row(cluster, active[name]) for name in cluster.nodes if name in active]
-        print_table(("host", "role", "fabric", commands.RAY, commands.SERVE, "image"), rows)
-        if cluster.head in active:
-            found = observed.look(active[cluster.head])
-            logger.info(f"    watchdog: {_watchdog_status(cluster, found)}")
+    if not state.is_executing:
+        host.noop("shown at run time")
+        return
+    status = _status(cluster)
+    if as_json:
+        click.echo(json.dumps(status.to_json()))
+    else:
+        print_table(HEADER, [layer.row for each in status.hosts for layer in each.layers])
+        for line in lines(status):
+            logger.info(f"    {line}")
+    if status.answer is None:
+        yield refuse(f"{cluster.head} takes no part in this run, so nothing was asked")
+    elif status.answer.error:
+        yield refuse(_no_completion(cluster, status.answer))
+    elif not as_json:
+        _report(cluster, status.answer)
     host.noop("shown")
-    yield from ()
 
 
-def _status_row(cluster: Cluster, each: Host) -> tuple[str, ...]:
-    found = observed.look(each)
-    wanted = observed.wanted(each).definitions
-    cells = [_unit_status(found, unit, wanted.get(unit)) for unit in (commands.RAY, commands.SERVE)]
-    image = found.docker_error or (
-        found.image.id[:19].removeprefix("sha256:") if found.image else "not pulled"
+def _status(cluster: Cluster) -> Status:
+    active = {each.name: each for each in state.inventory.get_active_hosts()}
+    found = {name: observed.look(active[name], report=True) for name in active}
+    answer, head = None, found.get(cluster.head)
+    if head is not None:
+        wanted = commands.completion(cluster, cluster.deadlines.completion, MAX_TOKENS)
+        wanted["metrics"] = True
+        answer = host.get_fact(Completion, wanted=wanted, _stdin=source("completion"))
+    return Status(
+        cluster=cluster.name,
+        url=api_url(cluster),
+        model=cluster.served_model_name,
+        hosts=[
+            host_status(cluster, name, found[name], observed.wanted(active[name]))
+            for name in cluster.nodes
+            if name in found
+        ],
+        ray=head.report.ray if head and head.report else None,
+        watchdog=_watchdog_status(cluster, head) if head else "not asked",
+        answer=answer,
     )
-    role = cluster.hosts[each.name].role
-    return (each.name, role, str(cluster.address(each.name)), *cells, image)
 
 
 def _watchdog_status(cluster: Cluster, found: HostState) -> str:
@@ -458,23 +481,6 @@ def _watchdog_status(cluster: Cluster, found: HostState) -> str:
         return "on, has not asked yet"
     restarts = len(last.get("restarts", []))
     return f"{last.get('verdict')}, {last.get('why')}; {restarts} restarts in the last hour"
-
-
-def _unit_status(found: HostState, unit: str, definition: str | None) -> str:
-    container = found.containers.get(unit)
-    if definition is None and container is None:
-        return "-"
-    active = found.unit(unit, "ActiveState") or "no unit"
-    restarts = found.unit(unit, "NRestarts")
-    if container and active == "active":
-        parts = [container.status]
-    else:
-        parts = [f"unit {active}", f"container {container.status if container else 'none'}"]
-    if container and container.definition != definition:
-        parts.append("differs from cluster.yaml")
-    if restarts not in {"", "0"}:
-        parts.append(f"{restarts} restarts")
-    return ", ".join(parts)
 
 
 def api_url(cluster: Cluster) -> str:
@@ -523,7 +529,7 @@ def stopped(units: list[str]) -> Commands:
     """
     found = observed.look(host)
     for unit in units:
-        is_loaded = found.unit(unit, "LoadState") not in {"", "not-found"}
+        is_loaded = found.has_unit(unit)
         if is_loaded:
             yield StringCommand("systemctl", "disable", "--quiet", "--now", _full(unit))
         if is_loaded or unit in found.containers:

@@ -17,3 +17,8 @@ def table(name: str) -> Any:
     """Read cluster/NAME.yaml, once."""
     text = files("cluster").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
     return yaml.load(text, Loader=Loader)  # noqa: S506 -- both are safe
+
+
+def log_patterns() -> dict[str, str]:
+    """The patterns of log_lines.yaml, each kind as one: "matters" and "noise"."""
+    return {kind: "|".join(patterns) for kind, patterns in table("log_lines").items()}

@@ -1,6 +1,7 @@
-"""Show what every host should run and what it runs, then ask for a completion.
+"""Show what every host should run and what it runs, and ask for a completion.
 
 Exit code 0 means that a token came back: pyinfra -y inventory.py tasks/status.py
+All of it as JSON on stdout: --data json=true
 """
 
 from pyinfra import host
@@ -9,10 +10,9 @@ from cluster import operations
 
 cluster = host.data.cluster
 
-operations.seen(name="Read the state of every host")
+operations.seen(name="Read the state of every host", report=True)
 
 if host.name == operations.reporter(cluster):
-    operations.status_shown(name="Show the state", cluster=cluster)
-
-if host.name == cluster.head:
-    operations.answers(name="Ask for a completion", cluster=cluster, with_metrics=True)
+    operations.status_shown(
+        name="Show the state", cluster=cluster, as_json=bool(host.data.get("json"))
+    )

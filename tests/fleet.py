@@ -63,7 +63,6 @@ class FakeHost:
                     "id": "c0",
                     "image": "i0",
                     "status": "running",
-                    "started": "now",
                     "definition": definition,
                 }
                 for name, definition in self.running.items()

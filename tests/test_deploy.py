@@ -284,10 +284,7 @@ def test_secrets_show_nowhere(run: Pyinfra, fleet: Fleet, monkeypatch: pytest.Mo
         ("ray_workers", ["Start the Ray workers", "Wait until Ray lists every node"]),
         ("serve", ["Start vllm serve", "Start the watchdog"]),
         ("verify", ["Ask for a completion"]),
-        (
-            "status",
-            ["Read the state of every host", "Show the state", "Ask for a completion"],
-        ),
+        ("status", ["Read the state of every host", "Show the state"]),
         ("logs", ["Print the logs"]),
         (
             "stop",

@@ -17,6 +17,7 @@ import yaml
 
 from cluster.remote.ray_nodes import judge
 from cluster.remote.wait_unit import Progress, died
+from cluster.tables import log_patterns
 
 LOGS = Path(__file__).parent / "logs"
 
@@ -36,7 +37,7 @@ def run(program: str, wanted: dict[str, Any]) -> subprocess.CompletedProcess[str
 
 def phases(key: str) -> Progress:
     table = yaml.safe_load(files("cluster").joinpath("phases.yaml").read_text(encoding="utf-8"))
-    return Progress(table[key]["phases"], table[key]["ready"])
+    return Progress({**table[key], **log_patterns()})
 
 
 def test_every_phase_has_a_source() -> None:

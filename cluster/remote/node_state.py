@@ -1,8 +1,9 @@
 """Prints, as one JSON object, what is on this host: image, containers, units, addresses, our files.
 
 Argument (JSON): image, containers [name], units [name], files [path], secret_files [path],
-label, port, watchdog (path of its state). Everything slow runs at the same time: one round trip, a
-tenth of a second.
+label, port, watchdog (path of its state), report (null, or {matters, noise, ray}: also GPUs, the
+last failure of each container's unit, and, where ray is a command, what Ray lacks). Everything
+slow runs at the same time: one round trip, a tenth of a second.
 """
 
 from __future__ import annotations
@@ -10,17 +11,26 @@ from __future__ import annotations
 import hashlib
 import json
 import pathlib
+import re
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from typing import Any, Dict, List, Tuple, Union
 
 Process = Union["subprocess.Popen[bytes]", OSError]
 
 UNIT_PROPERTIES = (
     "Id,LoadState,ActiveState,SubState,UnitFileState,NeedDaemonReload,NRestarts,Result,"
-    "ExecMainStartTimestamp,InvocationID"
+    "InvocationID,ActiveEnterTimestampMonotonic"
 )
+JOURNAL_LINES = 400
+GPU_QUERY = "--query-gpu=index,name,memory.used,memory.total,utilization.gpu"
+ENDED = re.compile(r"Scheduled restart job|Failed with result|repeated too quickly")
+"""What systemd says once a unit has come to its end, wanted or not."""
+HOW = re.compile(r"(?:Main|Control) process exited.*|Deactivated successfully|.*timed out.*")
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def start(*argv: str) -> Process:
@@ -83,6 +93,66 @@ def interfaces(text: str) -> Dict[str, List[str]]:
     return found
 
 
+def message(entry: Dict[str, Any]) -> str:
+    """The text of a journal entry; journalctl gives one with colours in it as a list of bytes."""
+    text = entry.get("MESSAGE") or ""
+    if isinstance(text, list):
+        text = bytes(text).decode(errors="replace")
+    return COLOUR.sub("", text).strip()
+
+
+def last_failure(journal: bytes, matters: str, noise: str) -> Dict[str, Any] | None:
+    """When and how a unit last ended by itself, and the last line before that says why.
+
+    `journal` is journalctl -o json, oldest first. Returns {seconds_ago, how, reason}.
+    """
+    tells, says_nothing = re.compile(matters, re.IGNORECASE), re.compile(noise)
+    failure, how, reason = None, "", ""
+    for line in journal.splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        text = message(entry)
+        if entry.get("SYSLOG_IDENTIFIER") != "systemd":
+            if tells.search(text) and not says_nothing.search(text):
+                reason = text
+            continue
+        found = HOW.search(text)
+        if found:
+            how = found.group().rstrip(".")
+        elif ENDED.search(text):
+            ago = time.time() - int(entry.get("__REALTIME_TIMESTAMP", 0)) / 1e6
+            failure = {"seconds_ago": round(ago), "how": how or text, "reason": reason[:400]}
+        elif text.startswith("Starting "):
+            how = reason = ""
+    return failure
+
+
+def report_of(wanted: Dict[str, Any], containers: List[str]) -> Callable[[], Dict[str, Any]]:
+    """Begin to look at what only a report shows; what is returned gives it."""
+    argv = ("journalctl", "-o", "json", "--no-pager", "-n", str(JOURNAL_LINES))
+    journals = {name: start(*argv, "-u", name + ".service") for name in containers}
+    gpus = start("nvidia-smi", GPU_QUERY, "--format=csv,noheader,nounits")
+    ray = start(*wanted["ray"]) if wanted["ray"] else None
+
+    def result() -> Dict[str, Any]:
+        failures = {}
+        for name, process in journals.items():
+            failure = last_failure(finish(process)[0], wanted["matters"], wanted["noise"])
+            if failure:
+                failures[name] = failure
+        lines = finish(gpus)[0].decode(errors="replace").splitlines()
+        lacks = finish(ray, 60)[1] if ray else None
+        return {
+            "failures": failures,
+            "gpus": [[field.strip() for field in line.split(",")] for line in lines],
+            "ray": None if lacks is None else lacks.splitlines(),
+        }
+
+    return result
+
+
 def main(wanted: Dict[str, Any]) -> None:
     image = start("docker", "image", "inspect", wanted["image"])
     containers = start("docker", "container", "inspect", *wanted["containers"])
@@ -93,6 +163,7 @@ def main(wanted: Dict[str, Any]) -> None:
         *(name if "." in name else name + ".service" for name in wanted["units"]),
     )
     addresses = start("ip", "-o", "-4", "addr", "show")
+    report = report_of(wanted["report"], wanted["containers"]) if wanted.get("report") else None
     files = {path: read(path) for path in wanted["files"]}
     secrets = {path: read(path) for path in wanted["secret_files"]}
     image_out, image_error = finish(image)
@@ -124,14 +195,17 @@ def main(wanted: Dict[str, Any]) -> None:
             "id": found["Id"],
             "image": found["Image"],
             "status": found["State"]["Status"],
-            "started": found["State"]["StartedAt"],
             "definition": (found["Config"].get("Labels") or {}).get(wanted["label"]),
         }
     for block in units_out.decode(errors="replace").split("\n\n"):
         rows = dict(line.partition("=")[::2] for line in block.splitlines() if "=" in line)
         if rows.get("Id"):
+            since = int(rows.pop("ActiveEnterTimestampMonotonic", "") or 0)
+            rows["Uptime"] = "%d" % (time.monotonic() - since / 1e6) if since else ""
             state["units"][rows["Id"].partition(".service")[0]] = rows
+    state["report"] = report() if report else None
     print(json.dumps(state))
 
 
-main(json.loads(sys.argv[2]))
+if __name__ == "__main__":
+    main(json.loads(sys.argv[2]))

@@ -1,6 +1,7 @@
 """Follows a unit while it starts: prints where it is, ends when it is ready, dead or too late.
 
 Argument (JSON): unit, deadline (seconds), phases [{text, pattern}], ready (a pattern of the log),
+matters, noise (patterns of the lines that say why something ended, and of those that do not),
 port (or null: an address on this host that has to accept connections too).
 Exit code 0: ready. 1: the process died; its last lines that matter follow. 2: the deadline.
 """
@@ -19,21 +20,17 @@ from typing import Any, Dict, List
 
 PROGRESS_SECONDS = 10
 TAIL_LINES = 20
-MATTERS = re.compile(
-    r"error|exception|fatal|killed|refused|denied|cannot|failed|no such|not found|traceback|"
-    r"waiting for ray|is not listed|out of memory",
-    re.IGNORECASE,
-)
-NOISE = re.compile(r"\bINFO\b|\bDEBUG\b|Error in sys.excepthook")
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Progress:
     """Turns log lines into the few lines a person wants to see."""
 
-    def __init__(self, phases: List[Dict[str, str]], ready: str) -> None:
-        self.phases = [(re.compile(row["pattern"]), row["text"]) for row in phases]
-        self.ready_pattern = re.compile(ready)
+    def __init__(self, wanted: Dict[str, Any]) -> None:
+        self.phases = [(re.compile(row["pattern"]), row["text"]) for row in wanted["phases"]]
+        self.ready_pattern = re.compile(wanted["ready"])
+        self.matters = re.compile(wanted["matters"], re.IGNORECASE)
+        self.noise = re.compile(wanted["noise"])
         self.ready = False
         self.phase = ""
         self.detail = ""
@@ -69,8 +66,11 @@ class Progress:
 
     def tail(self) -> List[str]:
         """The last lines that matter, else the last lines."""
-        matter = [line for line in self.lines if MATTERS.search(line) and not NOISE.search(line)]
-        chosen = matter[-TAIL_LINES:] or [line for line in self.lines if line][-TAIL_LINES:]
+        lines = [line for line in self.lines if line]
+        matter = [
+            each for each in lines if self.matters.search(each) and not self.noise.search(each)
+        ]
+        chosen = (matter or lines)[-TAIL_LINES:]
         return [line[:400] for line in chosen]
 
 
@@ -161,7 +161,7 @@ def begun(unit: str) -> Dict[str, str]:
 def main(wanted: Dict[str, Any]) -> int:
     began = spoken = time.monotonic()
     unit = wanted["unit"] + ".service"
-    progress = Progress(wanted["phases"], wanted["ready"])
+    progress = Progress(wanted)
     first = begun(unit)
     journal = Journal(first.get("InvocationID", ""))
     try:
