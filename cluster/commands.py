@@ -43,6 +43,11 @@ def carry_over_path(cluster: Cluster) -> str:
     return f"{cluster.paths.config}/ray_non_carry_over_env_vars.json"
 
 
+def known_good_path(cluster: Cluster) -> str:
+    """The directory on a host with the files of deployments that are known to be good."""
+    return f"{cluster.paths.config}/known-good"
+
+
 def ray_container(cluster: Cluster, name: str, image: str) -> list[str]:
     """docker run for Ray on node `name`. `image` is an image id."""
     host = cluster.hosts[name]

@@ -59,6 +59,21 @@ class NodeState(FactBase[HostState]):
             raise FactProcessError(f"unexpected answer of node_state: {error}") from None
 
 
+class KnownGood(FactBase[list[dict[str, Any]]]):
+    """What a host keeps of deployments that are known to be good, the newest first.
+
+    Pass _stdin=source("known_good").
+    """
+
+    def command(self, wanted: dict[str, Any]) -> StringCommand:
+        """`wanted` is the argument of remote/known_good.py."""
+        return StringCommand("python3", "-", "list", QuoteString(json.dumps(wanted)))
+
+    def process(self, output: list[str]) -> list[dict[str, Any]]:
+        """Return the records."""
+        return list(_object(output)["archives"])
+
+
 class ImageVersions(FactBase[Versions]):
     """Versions of Python, vllm, ray and torch inside an image, without importing them."""
 

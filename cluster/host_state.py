@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,8 @@ class HostState:
     listening: bool
     addresses: dict[str, list[str]]
     watchdog: str = ""
+    known_good: list[str] = field(default_factory=list)
+    """Names of the archives of known_good.py, the newest first."""
     report: HostReport | None = None
 
     def has_unit(self, name: str) -> bool:

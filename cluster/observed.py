@@ -41,6 +41,18 @@ class UnreadableError(Exception):
     """A host does not say what this run has to know of it. The message is for a person."""
 
 
+@dataclass(frozen=True)
+class Restored:
+    """A deployment that a host has gone back to; it counts instead of cluster.yaml."""
+
+    name: str
+    since: str
+    cluster: Cluster
+    image: str
+    """Docker's id."""
+    definitions: dict[str, str]
+
+
 @dataclass
 class _Memory:
     """What one run knows of one host."""
@@ -52,6 +64,7 @@ class _Memory:
     ray_restarted: bool = False
     to_restart: set[str] = field(default_factory=set)
     lock: Any = None
+    restored: Restored | None = None
     probe: Probe | None = None
     probe_error: str | None = None
 
@@ -74,9 +87,10 @@ def look(host: Host, report: bool = False) -> HostState:
     is_current = known is not None and memory.seen_executing == state.is_executing
     if known is not None and is_current and not (report and known.report is None):
         return known
-    cluster: Cluster = host.data.cluster
+    cluster: Cluster = memory.restored.cluster if memory.restored else host.data.cluster
     wanted = {
-        "image": cluster.image,
+        "image": memory.restored.image if memory.restored else cluster.image,
+        "known_good": commands.known_good_path(cluster),
         "containers": [commands.RAY, commands.SERVE],
         "units": list(node.UNITS),
         "files": node.paths(cluster),
@@ -201,7 +215,10 @@ def image(host: Host) -> Image | None:
 
 def wanted(host: Host) -> Node:
     """Return the host as it should be, rendered for the image that it has."""
-    memory, found = _memory(host), image(host) or NOT_PULLED
+    memory = _memory(host)
+    if memory.restored is not None:
+        return Node(host.name, (), memory.restored.definitions)
+    found = image(host) or NOT_PULLED
     if memory.wanted is None or memory.wanted[0] != found:
         memory.wanted = (found, node.render(host.data.cluster, host.name, found))
     return memory.wanted[1]
@@ -280,6 +297,17 @@ def lock(host: Host, take_over: bool, arguments: dict[str, Any]) -> dict[str, An
     if holder is not None:
         memory.lock = None
     return holder
+
+
+def restore(host: Host, target: Restored) -> None:
+    """Have this run measure a host against an earlier deployment from here on."""
+    memory = _memory(host)
+    memory.restored, memory.state, memory.image = target, None, None
+
+
+def full_unit(unit: str) -> str:
+    """A unit's name with its suffix; one without is a service."""
+    return unit if "." in unit else f"{unit}.service"
 
 
 def restart(host: Host, units: list[str]) -> None:

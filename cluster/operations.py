@@ -209,7 +209,9 @@ def rendered(cluster: Cluster) -> Commands:
     units = {node.unit_path(unit): unit for unit in node.UNITS}
     for path in leftover:
         if path in units:  # the host has another role now, or the watchdog is off
-            yield StringCommand("systemctl", "disable", "--quiet", "--now", _full(units[path]))
+            yield StringCommand(
+                "systemctl", "disable", "--quiet", "--now", observed.full_unit(units[path])
+            )
     if leftover:
         yield StringCommand("rm", "-f", *map(QuoteString, leftover))
     changed = [*leftover, *(file.path for file in stale)]
@@ -221,10 +223,6 @@ def rendered(cluster: Cluster) -> Commands:
         observed.forget(host)
     else:
         host.noop("files are current")
-
-
-def _full(unit: str) -> str:
-    return unit if "." in unit else f"{unit}.service"
 
 
 def _is_current(file: File, found: HostState) -> bool:
@@ -531,7 +529,9 @@ def stopped(units: list[str]) -> Commands:
     for unit in units:
         is_loaded = found.has_unit(unit)
         if is_loaded:
-            yield StringCommand("systemctl", "disable", "--quiet", "--now", _full(unit))
+            yield StringCommand(
+                "systemctl", "disable", "--quiet", "--now", observed.full_unit(unit)
+            )
         if is_loaded or unit in found.containers:
             is_container = unit in (commands.RAY, commands.SERVE)
             if is_container:
@@ -554,11 +554,12 @@ def removed(cluster: Cluster) -> Commands:
         host.noop("no file of ours is here")
         return
     yield StringCommand("rm", "-f", *map(QuoteString, ours))
+    yield StringCommand("rm", "-rf", QuoteString(commands.known_good_path(cluster)))
     yield StringCommand(
         *("rmdir", "--ignore-fail-on-non-empty", QuoteString(cluster.paths.config)),
         *("&&", "docker", "volume", "rm", "--force", commands.SHARED_TMP, ">/dev/null", "&&"),
         *("systemctl", "daemon-reload", "&&", "systemctl", "reset-failed"),
-        *(_full(unit) for unit in node.UNITS),
+        *(observed.full_unit(unit) for unit in node.UNITS),
         *("2>/dev/null", "||", "true"),
     )
     observed.forget(host)

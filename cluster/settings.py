@@ -371,6 +371,9 @@ class Cluster(_Section):
     """Variables for all hosts; they beat everything derived. null removes a variable."""
     silence: dict[FlagName, Text] = Field(default_factory=dict)
     """Findings of preflight to leave out of the verdict, by id, each with a reason."""
+    on_failure: Literal["stop", "rollback"] = "stop"
+    """What a deploy does that fails once it has touched the hosts: stop there, or go back to the
+    last deployment that ended in a completion, as tasks/rollback.py does."""
     secrets: dict[VariableName, SecretSource] = Field(default_factory=dict)
     """Variables whose value must not stand in this file: HF_TOKEN, VLLM_API_KEY, RAY_AUTH_TOKEN."""
 

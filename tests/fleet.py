@@ -46,6 +46,8 @@ class FakeHost:
     hcas: list[dict[str, Any]] = field(default_factory=list)
     probe_changes: dict[str, Any] = field(default_factory=dict)
     proof_changes: dict[str, Any] = field(default_factory=dict)
+    kept: list[dict[str, Any]] = field(default_factory=list)
+    """Deployments known to be good, the newest first: {record, files}."""
     untold: bool = False
     """A unit file has changed and systemd has not been told."""
     completion: dict[str, Any] = field(
@@ -72,6 +74,7 @@ class FakeHost:
             "secret_files": dict.fromkeys(wanted["secret_files"]),
             "addresses": self.addresses,
             "listening": commands.SERVE in self.running,
+            "known_good": [row["record"]["name"] for row in self.kept],
         }
 
     def probe(self, wanted: dict[str, Any]) -> dict[str, Any]:
@@ -124,6 +127,13 @@ class FakeHost:
             **self.proof_changes,
         }
 
+    def keep(self, wanted: dict[str, Any]) -> None:
+        """Do what remote/known_good.py does."""
+        record = {**wanted["record"], "name": wanted["name"]}
+        own = wanted["name"].rpartition("-")[2]
+        others = [row for row in self.kept if not row["record"]["name"].endswith(own)]
+        self.kept = [{"record": record, "files": dict(self.files)}, *others][: wanted["keep"]]
+
     def unit(self, name: str) -> dict[str, str]:
         """Answer like systemctl show."""
         if unit_path(name) not in self.files:
@@ -145,6 +155,15 @@ class FakeHost:
             yield json.dumps(self.probe(json.loads(words[words.index("probe") + 1])))
         elif "python3 - prove" in command or " - prove " in command:
             yield json.dumps(self.proof(json.loads(shlex.split(command)[-1])))
+        elif command.startswith("python3 - keep"):
+            self.keep(json.loads(shlex.split(command)[3]))
+        elif command.startswith("python3 - list"):
+            yield json.dumps({"archives": [row["record"] for row in self.kept]})
+        elif command.startswith("python3 - restore"):
+            name = json.loads(shlex.split(command)[3])["name"]
+            row = next(row for row in self.kept if row["record"]["name"] == name)
+            self.files = dict(row["files"])
+            yield json.dumps({"changed": []})
         elif command.startswith("python3 - completion"):
             yield json.dumps(self.completion)
         elif "importlib.metadata" in command:
@@ -180,6 +199,8 @@ class Fleet:
     def __init__(self) -> None:
         self.hosts: dict[str, FakeHost] = {}
         self.history: list[tuple[str, str]] = []
+        self.failing = ""
+        """vllm serve does not start where its unit has this in it."""
 
     def __getitem__(self, name: str) -> FakeHost:
         return self.hosts.setdefault(name, FakeHost())
@@ -204,6 +225,9 @@ class Fleet:
         host.commands.append(text)
         self.history.append((name.removeprefix("@fake/"), text))
         complaint = next((line for part, line in host.failures.items() if part in text), None)
+        unit = host.files.get(unit_path(commands.SERVE), "")
+        if self.failing and self.failing in unit and "wait_unit" in text and commands.SERVE in text:
+            complaint = "vllm serve: error: unrecognized arguments"
         if complaint is None:
             answer = host.answer(text, arguments.get("_stdin"))
             lines = [OutputLine("stdout", line) for line in answer]

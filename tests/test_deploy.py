@@ -27,6 +27,7 @@ DEPLOY = [
     "tasks/serve.py | Start vllm serve",
     "tasks/serve.py | Start the watchdog",
     "tasks/verify.py | Ask for a completion",
+    "tasks/keep.py | Keep this deployment as known to be good",
 ]
 
 
@@ -44,7 +45,7 @@ def test_a_second_run_changes_nothing(run: Pyinfra, fleet: Fleet) -> None:
     second = run("-y", "deploy.py")
     assert first.changes > 5
     assert second.changes == 0
-    assert second.output.count("No changes") == len(DEPLOY) + 5  # the worker shares five of them
+    assert second.output.count("No changes") == len(DEPLOY) + 6  # the worker shares six of them
     assert fleet["spark-1"].starts == ["vllm-ray", "vllm-serve"]
     # node_state; on the head the completion, too
     assert {name: len(commands) for name, commands in second.commands.items()} == {
@@ -307,7 +308,7 @@ def test_every_task_runs_alone(run: Pyinfra, task: str, operations: list[str]) -
 
 
 def test_tasks_one_by_one_equal_the_deploy(run: Pyinfra, fleet: Fleet) -> None:
-    for task in ("image", "environment", "ray_head", "ray_workers", "serve", "verify"):
+    for task in ("image", "environment", "ray_head", "ray_workers", "serve", "verify", "keep"):
         assert run("-y", f"tasks/{task}.py").exit_code == 0
     assert run("-y", "deploy.py").changes == 0
 

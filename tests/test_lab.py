@@ -219,8 +219,11 @@ def test_a_changed_worker_restarts_the_group_in_order(lab: Lab, tmp_path: Path) 
     assert begun(lab, "spark-2", "vllm-ray") < begun(lab, "spark-1", "vllm-serve")
 
 
-def test_an_interrupted_run_is_finished_by_the_next(lab: Lab, tmp_path: Path) -> None:
-    cluster = variant(tmp_path, serve__max_model_len=200)
+@pytest.mark.parametrize(("number", "length"), [("SIGKILL", 200), ("SIGINT", 210)])
+def test_an_interrupted_run_is_finished_by_the_next(
+    lab: Lab, tmp_path: Path, number: str, length: int
+) -> None:
+    cluster = variant(tmp_path, serve__max_model_len=length)
     process = subprocess.Popen(
         command("deploy.py"),
         cwd=ROOT,
@@ -233,14 +236,14 @@ def test_an_interrupted_run_is_finished_by_the_next(lab: Lab, tmp_path: Path) ->
     for line in process.stdout:
         # The files are written; nothing has been restarted yet.
         if "Stop vllm serve if its group changes" in line:
-            process.send_signal(signal.SIGKILL)
+            process.send_signal(getattr(signal, number))
             break
-    process.wait(timeout=30)
+    assert process.wait(timeout=30) not in {0, None}
     unit = lab.exec("spark-1", "cat", "/etc/systemd/system/vllm-serve.service")
-    assert "--max-model-len=200" in unit
+    assert f"--max-model-len={length}" in unit
     deploy(cluster)
     argv = lab.exec("spark-1", "docker", "inspect", "-f", "{{.Args}}", "vllm-serve")
-    assert "--max-model-len=200" in argv
+    assert f"--max-model-len={length}" in argv
     assert deploy(cluster).changed == []
 
 
@@ -300,7 +303,8 @@ def test_task_by_task_equals_the_deploy_and_tp_2_equals_tp_1(lab: Lab, tmp_path:
     assert pyinfra("tasks/stop.py", cluster=one).code == 0
     nothing_left(lab)
 
-    for task in ("image", "environment", "ray_head", "ray_workers", "serve", "verify", "status"):
+    steps = ("image", "environment", "ray_head", "ray_workers", "serve", "verify", "keep", "status")
+    for task in steps:
         assert pyinfra(f"tasks/{task}.py").code == 0
     assert deploy().changed == []
     assert completions() == alone

@@ -1,7 +1,7 @@
 """Prints, as one JSON object, what is on this host: image, containers, units, addresses, our files.
 
 Argument (JSON): image, containers [name], units [name], files [path], secret_files [path],
-label, port, watchdog (path of its state), report (null, or {matters, noise, ray}: also GPUs, the
+label, port, watchdog (path of its state), known_good (a directory), report (null, or {matters, noise, ray}: also GPUs, the
 last failure of each container's unit, and, where ray is a command, what Ray lacks). Everything
 slow runs at the same time: one round trip, a tenth of a second.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pathlib
 import re
 import socket
@@ -71,6 +72,15 @@ def read(path: str) -> bytes | None:
         return pathlib.Path(path).read_bytes()
     except OSError:
         return None
+
+
+def names(folder: str) -> List[str]:
+    """Names of the archives in a directory, the newest first."""
+    try:
+        found = os.listdir(folder)
+    except OSError:
+        return []
+    return sorted((name for name in found if name.endswith(".tar")), reverse=True)
 
 
 def listening(port: int | None) -> bool:
@@ -186,6 +196,7 @@ def main(wanted: Dict[str, Any]) -> None:
             for path, data in secrets.items()
         },
         "listening": listening(wanted["port"]),
+        "known_good": names(wanted["known_good"]),
         "watchdog": (read(wanted["watchdog"]) or b"").decode(errors="replace"),
     }
     for found in objects(image_out):
