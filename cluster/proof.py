@@ -44,6 +44,7 @@ class Result(BaseModel):
     no_gpu: bool = False
     busbw_gb_s: float | None = None
     bytes: int | None = None
+    latency_us: int | None = None
     nccl: str | None = None
     nccl_lines: list[str] = []
 
@@ -156,6 +157,21 @@ def read_nccl(lines: list[str]) -> NcclLog:
         if match := re.search(r"NCCL WARN (.*)", line):
             add("warnings", [match[1].strip()])
     return NcclLog(**log)
+
+
+def argument(cluster: Cluster, ranks: list[str], name: str, port: int) -> dict[str, Any]:
+    """The argument of remote/prove.py on node `name`; `ranks` are the hosts that take part.
+
+    `port` is of the store on the first of them, and the same on all.
+    """
+    return {
+        "rank": ranks.index(name),
+        "world": len(ranks),
+        "head": str(cluster.address(ranks[0])),
+        "port": port,
+        "seconds": cluster.deadlines.prove,
+        "gcs": cluster.gcs_address if cluster.executor == "ray" else None,
+    }
 
 
 def command(cluster: Cluster, name: str, image: str, wanted: dict[str, Any]) -> list[str]:
@@ -307,11 +323,15 @@ def _names(scene: _Scene, result: Result) -> list[str]:
 def _story(scene: _Scene, result: Result) -> str:
     names = _names(scene, result)
     text = f"{', '.join(names)} {result.reason}" if names else result.reason
+    others: list[str] = []
     for place in result.dialling:
         owner = scene.owner(place.rpartition(":")[0])
         label = f"{place} ({owner})" if owner else place
-        text = text.replace(place, label) if place in text else f"{text}, dialling {label}"
-    return text
+        if place in text:
+            text = text.replace(place, label)
+        else:
+            others.append(label)
+    return f"{text}, dialling {', '.join(others)}" if others else text
 
 
 def _unexplained(scene: _Scene, name: str, result: Result) -> str:
@@ -371,7 +391,10 @@ def _gloo_cause(scene: _Scene, name: str) -> Cause | None:
     if not off and result.state in {"failed", "hangs"}:
         owned = report.addresses.get(chosen, [])
         if not any(scene.is_on_fabric(address) for address in owned):
-            off = " ".join(owned) or "what the hostname resolves to"
+            off = " ".join(owned)
+            if not chosen:
+                return f"{found}, so gloo listens where its hostname resolves to", remedy
+            off = off or "no address of its own"
     if not off:
         return None
     if not chosen:
@@ -408,28 +431,53 @@ def _nccl_causes(scene: _Scene, name: str) -> Iterator[Cause]:
         return
     log, hcas = read_nccl(result.nccl_lines), cluster.hosts[name].fabric.hcas
     found, remedy = scene.variable(name, "NCCL_SOCKET_IFNAME")
-    if any("no socket interface found" in line for line in log.warnings):
+    absent = any("no socket interface found" in line for line in log.warnings)
+    if absent or (result.state in BAD and _names_no_interface(scene.reports[name])):
         yield f"{found}: no such interface here (it has {scene.network(name)})", remedy
-    if log.bootstrap is not None and not scene.is_on_fabric(log.bootstrap[1]):
-        yield f"NCCL starts from {' '.join(log.bootstrap)}, not from the fabric: {found}", remedy
     off = [f"{interface} {a}" for interface, a in log.sockets if not scene.is_on_fabric(a)]
-    if off:
+    if (
+        off and "Socket" in log.transports
+    ):  # it works, which is worse than a hang: nobody looks for it
         way = "all" if len(off) == len(log.sockets) else f"one part in {len(log.sockets)}"
         yield f"NCCL sends {way} of the tensors over {', '.join(off)}: {found}", remedy
+    if log.bootstrap is not None and not scene.is_on_fabric(log.bootstrap[1]):
+        yield f"NCCL starts from {' '.join(log.bootstrap)}, not from the fabric: {found}", remedy
     for line in log.warnings:
         if "Duplicate GPU detected" in line:
-            yield (
-                line,
-                "NCCL takes two hosts for one: give them different hostnames, and no NCCL_HOSTID",
-            )
+            what = "NCCL takes two hosts for one: "
+            if "NCCL_HOSTID" in scene.reports[name].environment:
+                found, remedy = scene.variable(name, "NCCL_HOSTID")
+                yield f"{what}{found}", remedy
+            yield f"{what}{line}", "give them different hostnames"
+    chosen = scene.reports[name].environment.get("NCCL_IB_HCA", "")
     if hcas:
         yield from _hca_causes(scene, name, hcas, log)
+    elif chosen and not chosen.startswith("^") and log.transports and "IB" not in log.transports:
+        found, remedy = scene.variable(name, "NCCL_IB_HCA")
+        yield (
+            f"fell back to TCP: {found}, and NCCL found no such device",
+            f"{remedy}; is it in /sys/class/infiniband of {name}, and its port ACTIVE?",
+        )
     elif "NCCL_NET" in scene.reports[name].environment and _finds_no_network(log):
         found, remedy = scene.variable(name, "NCCL_NET")
         yield f"NCCL finds no such network: {found}", remedy
     elif hcas is not None and "IB" in log.transports:
         found, remedy = scene.variable(name, "NCCL_IB_DISABLE")
         yield f"tensors travel over RDMA, though hosts.{name}.fabric.hcas is []: {found}", remedy
+
+
+def _names_no_interface(report: Report) -> bool:
+    """Whether NCCL_SOCKET_IFNAME (prefixes, or after = whole names) matches no interface here.
+
+    NCCL says so on one rank; the others only see that one go.
+    """
+    chosen = report.environment.get("NCCL_SOCKET_IFNAME", "")
+    if not chosen or chosen.startswith("^"):
+        return False
+    names = chosen.removeprefix("=").split(",")
+    if chosen.startswith("="):
+        return not any(name in report.addresses for name in names)
+    return not any(owned.startswith(name) for name in names for owned in report.addresses)
 
 
 def _hca_causes(scene: _Scene, name: str, hcas: list[str], log: NcclLog) -> Iterator[Cause]:
@@ -496,6 +544,8 @@ def _nccl_summary(scene: _Scene, name: str, result: Result) -> tuple[State, str,
         parts.append(f"GID {', '.join(map(str, log.gids))}")
     if result.busbw_gb_s is not None:
         parts.append(f"{result.busbw_gb_s:g} GB/s")
+    if result.latency_us is not None:
+        parts.append(f"{result.latency_us} us")
     text, floor = " ".join(parts), scene.cluster.prove.nccl_floor
     if floor is not None and result.busbw_gb_s is not None and result.busbw_gb_s < floor:
         return (

@@ -13,7 +13,7 @@ from pyinfra.api import Host, operation
 
 from cluster import commands, observed
 from cluster.facts import LayerProof, source
-from cluster.proof import AGAIN, BAD, Cause, Report, Verdict, command, judge, layers
+from cluster.proof import AGAIN, BAD, Cause, Report, Verdict, argument, command, judge, layers
 from cluster.settings import Cluster
 from cluster.shell import Commands, guarded, print_table, refuse
 
@@ -54,17 +54,10 @@ def _prove(cluster: Cluster) -> Report | Cause:
             return f"{commands.RAY} does not run here", f"start Ray: {AGAIN}"
     elif here.image is None:
         return (
-            f"{cluster.image} is not here",
+            f"{cluster.image.name} is not here",
             "pull it: pyinfra -y inventory.py tasks/image.py tasks/environment.py",
         )
-    wanted = {
-        "rank": ranks.index(host.name),
-        "world": len(ranks),
-        "head": str(cluster.address(ranks[0])),
-        "port": _port(),
-        "seconds": cluster.deadlines.prove,
-        "gcs": cluster.gcs_address if cluster.executor == "ray" else None,
-    }
+    wanted = argument(cluster, ranks, host.name, _port())
     image = here.image.id if here.image else ""
     answer = host.get_fact(
         LayerProof,

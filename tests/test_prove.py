@@ -460,6 +460,42 @@ def test_tcp_is_fine_where_no_rdma_is_promised() -> None:
     assert found["nccl", "spark-1"].found == "NET/Socket 22.4 GB/s"
 
 
+def test_the_latency_is_shown_beside_the_bandwidth() -> None:
+    found = verdicts(report(0, nccl={"latency_us": 34}), report(1))
+    assert found["nccl", "spark-1"].cell.endswith(" 22.4 GB/s 34 us")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "is_absent"),
+    [
+        ("enp1s0f1np1", False),
+        ("enp1", False),
+        ("=enp1", True),
+        ("=enp1s0f1np1", False),
+        ("=enp9,enP7s7", False),
+        ("enp9,enp8", True),
+        ("^lo", False),
+    ],
+)
+def test_an_interface_that_nccl_will_not_find(chosen: str, is_absent: bool) -> None:
+    """NCCL tells one rank; the others see a lost connection."""
+    lost = {"state": "hangs", "reason": WAITS, "missing": [0], "nccl_lines": []}
+    own = verdicts(report(0), report(1, {"NCCL_SOCKET_IFNAME": chosen}, nccl=lost))
+    assert ("no such interface here" in own["nccl", "spark-2"].found) == is_absent
+
+
+@pytest.mark.parametrize(("chosen", "state"), [("mlx5_0", "failed"), ("^mlx5_0", "ok")])
+def test_hcas_named_by_a_variable_are_a_promise_too(chosen: str, state: str) -> None:
+    lines = {"nccl_lines": [BOOTSTRAP, NO_DEVICE, NO_DEVICE_BUT_USING, SOCKET, VIA_SOCKET]}
+    text = f"""
+        hosts: {{spark-1: {{fabric: {{hcas: null}}}}, spark-2: {{fabric: {{hcas: null}}}}}}
+        env: {{NCCL_IB_HCA: {chosen}}}
+    """
+    environment = {"NCCL_IB_HCA": chosen, "NCCL_IB_DISABLE": "(unset)"}
+    found = verdicts(report(0, environment), report(1, environment, nccl=lines), text=text)
+    assert found["nccl", "spark-2"].state == state
+
+
 def test_no_gpu_is_fine_where_none_is_asked_for() -> None:
     skipped = {"state": "skipped", "reason": "torch sees no GPU in this container"}
     found = verdicts(
@@ -658,7 +694,7 @@ def test_all_ranks_get_the_same_meeting_place(run: Pyinfra, fleet: Fleet) -> Non
 def test_alone_it_proves_and_in_a_rerun_it_does_not(run: Pyinfra, fleet: Fleet) -> None:
     run("-y", "deploy.py")
     again = run("-y", "deploy.py")
-    assert not any("prove" in part for parts in again.commands.values() for part in parts)
+    assert not any("- prove" in part for parts in again.commands.values() for part in parts)
     alone = run("-y", "tasks/prove.py")
     assert any("prove" in part for part in alone.commands["spark-1"])
 
@@ -709,7 +745,7 @@ def test_a_program_that_does_not_run_is_a_finding(run: Pyinfra, fleet: Fleet) ->
 def test_one_host_has_nothing_to_prove(run: Pyinfra, fleet: Fleet) -> None:
     result = run("-y", "deploy.py", cluster=CLUSTERS / "one-host.yaml")
     assert result.exit_code == 0, result.output
-    assert not any("prove" in part for parts in result.commands.values() for part in parts)
+    assert not any("- prove" in part for parts in result.commands.values() for part in parts)
 
 
 def test_without_ray_it_has_a_container_of_its_own(run: Pyinfra, fleet: Fleet) -> None:

@@ -57,6 +57,8 @@ NCCL_LINES = re.compile(r"Bootstrap|NET/|Using network|NCCL WARN")
 SIOCGIFCONF = 0x8912
 PR_SET_PDEATHSIG = 1
 SMALL_BYTES, LARGE_BYTES = 4 << 20, 64 << 20
+LATENCY_BYTES = 8 << 10
+"""About the hidden state of one token: what tensor parallelism waits for, twice per layer."""
 
 
 class LayerError(Exception):
@@ -288,6 +290,7 @@ def nccl(wanted: dict[str, Any]) -> Generator[None, None, Result]:
         distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX)
         return float(slowest.item())
 
+    latency = seconds(LATENCY_BYTES, 10)
     size, each = SMALL_BYTES, seconds(SMALL_BYTES, 2)
     # The slowest rank's time, so that all decide alike.
     if each * (LARGE_BYTES / SMALL_BYTES) * 6 < wanted["seconds"] / 2:
@@ -295,7 +298,10 @@ def nccl(wanted: dict[str, Any]) -> Generator[None, None, Result]:
     # Bus bandwidth as nccl-tests define it: 2 (n - 1) / n of the size crosses every link.
     busbw = size / each * 2 * (world - 1) / world / 1e9
     version = ".".join(str(part) for part in torch.cuda.nccl.version())
-    return {"busbw_gb_s": round(busbw, 3), "bytes": size, "nccl": version}
+    return {
+        **{"busbw_gb_s": round(busbw, 3), "bytes": size, "nccl": version},
+        "latency_us": round(latency * 1e6),
+    }
 
 
 def join(distributed: Any, backend: str, wanted: dict[str, Any]) -> None:
@@ -640,6 +646,7 @@ class Prover:
                 child.read()
                 now = time.monotonic()
                 if child.result is not None:
+                    child.look()  # a layer may be through before anyone has looked
                     continue
                 if now > child.end:
                     child.hang(f"no end after {round(child.end - child.began)} s")
