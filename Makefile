@@ -1,16 +1,18 @@
 # make demo    two hosts on this machine, a deploy over ssh, a real completion
 # make check   lint, types, offline tests: under a minute
 # make test    check, then end to end in the lab
+# make gpu-test  two nodes on a machine with NVIDIA GPUs, as root (docs/gpu-run.md)
 # Everything that is missing is set up first, under .venv and .lab.
 
 PYTHON ?= python3
+GPU_PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 LAB := $(BIN)/python -m tests.lab
 
 OFFLINE := $(BIN)/pytest -q -m "not lab and not slow"
 
-.PHONY: demo demo-down check style offline-1 offline-2 test test-all bench schema lock clean help
+.PHONY: demo demo-down check style offline-1 offline-2 test test-all gpu-test bench schema lock clean help
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -56,6 +58,14 @@ test-all: check
 	$(BIN)/pytest -q -m "slow and not lab"
 	$(LAB) up
 	$(BIN)/pytest -m lab
+
+gpu-test:
+	$(GPU_PYTHON) -m tests.gpu check
+	$(MAKE) --no-print-directory $(VENV)/installed
+	test -d .lab/gpu/pieces || $(BIN)/python -m tests.gpu pack
+	$(BIN)/python -m tests.gpu plan
+	$(GPU_PYTHON) -m tests.gpu run
+	GPU_REPORTS=.lab/gpu/out/reports $(BIN)/pytest -q tests/test_prove_recorded.py
 
 bench: $(VENV)/installed
 	$(LAB) up
