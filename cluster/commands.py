@@ -212,7 +212,13 @@ def _ray_nodes_from_file(cluster: Cluster, deadline: int) -> list[str]:
 
 def _serve(cluster: Cluster, name: str) -> list[str]:
     serve = cluster.serve
-    arguments = ["serve", cluster.model, f"--tensor-parallel-size={cluster.tensor_parallel_size}"]
+    arguments = [
+        "serve",
+        cluster.model.name,
+        f"--tensor-parallel-size={cluster.tensor_parallel_size}",
+    ]
+    if cluster.model.revision:
+        arguments.append(f"--revision={cluster.model.revision}")
     if serve.pipeline_parallel_size > 1:
         arguments.append(f"--pipeline-parallel-size={serve.pipeline_parallel_size}")
     if cluster.executor == "ray":
@@ -262,5 +268,5 @@ def docker_run(cluster: Cluster, name: str, container: str) -> list[str]:
     if cluster.paths.huggingface:
         arguments.append(f"--volume={cluster.paths.huggingface}:{CONTAINER_CACHE}/huggingface")
     if cluster.model_is_directory:
-        arguments.append(f"--volume={cluster.model}:{cluster.model}:ro")
+        arguments.append(f"--volume={cluster.model.name}:{cluster.model.name}:ro")
     return arguments

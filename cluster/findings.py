@@ -18,7 +18,8 @@ from cluster.settings import Cluster
 from cluster.tables import table
 
 LOW_RENDEZVOUS_PORT = 100
-"""vLLM's second Ray executor takes this port when it runs as root (seen in 0.26)."""
+"""The rendezvous of vLLM's second Ray executor, run as root: the first free one of 32 ports from
+here on (seen in 0.26: tests/logs/serve-ray-cuda-0.26.log)."""
 RDMA_MTU = 4200
 CLOCK_SKEW_SECONDS = 5
 FULL_DISK_BYTES = 2 * 10**9
@@ -334,10 +335,15 @@ def _gpus(situation: Situation) -> Iterator[Finding]:
 
 def _model(situation: Situation) -> Iterator[Finding]:
     for name, probe in situation.probes.items():
-        if situation.cluster.model_is_directory and probe.model and not probe.model.exists:
+        cluster = situation.cluster
+        # The others get it from the head, and the head may get it from this machine.
+        brought = cluster.model.relay if name != cluster.head else cluster.model_source == "rsync"
+        if cluster.model_is_directory and not brought and probe.model and not probe.model.exists:
             yield Finding(
-                *("model-missing", name, f"there is no {situation.cluster.model}"),
-                "copy the model there: every host reads its own part of every file",
+                *("model-missing", name, f"there is no {cluster.model.name}"),
+                "copy the model there"
+                if name == cluster.head
+                else "set model.relay: true, or copy it there: every host reads its own part",
             )
 
 

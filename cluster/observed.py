@@ -89,7 +89,7 @@ def look(host: Host, report: bool = False) -> HostState:
         return known
     cluster: Cluster = memory.restored.cluster if memory.restored else host.data.cluster
     wanted = {
-        "image": memory.restored.image if memory.restored else cluster.image,
+        "image": memory.restored.image if memory.restored else cluster.image.name,
         "known_good": commands.known_good_path(cluster),
         "containers": [commands.RAY, commands.SERVE],
         "units": list(node.UNITS),
@@ -126,7 +126,7 @@ def probe(host: Host) -> None:
     peers = {name: str(cluster.address(name)) for name in active if name != host.name}
     wanted = {
         "root": "/",
-        "model": cluster.model if cluster.model_is_directory else None,
+        "model": cluster.model.name if cluster.model_is_directory else None,
         "containers": [commands.RAY, commands.SERVE],
         "label": commands.CLUSTER_LABEL,
         "ports": list(listening_ports(cluster)),
@@ -205,8 +205,8 @@ def image(host: Host) -> Image | None:
             )
             if versions is None:
                 raise UnreadableError(
-                    f"{host.name}: {cluster.image} ({found.id}) does not run Python; is it a vLLM "
-                    "image, for this machine's architecture? See the lines above"
+                    f"{host.name}: {cluster.image.name} ({found.id}) does not run Python; is it a "
+                    "vLLM image, for this machine's architecture? See the lines above"
                 )
             known = Image(found.id, versions)
         memory.image = known
@@ -343,4 +343,4 @@ def digests(cluster: Cluster) -> dict[str, str]:
     }
     if len({image.id for image in images.values()}) == 1:
         return {name: image.id for name, image in images.items()}
-    return {name: image.digest(cluster.image) for name, image in images.items()}
+    return {name: image.digest(cluster.image.name) for name, image in images.items()}

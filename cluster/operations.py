@@ -130,12 +130,12 @@ def pulled(cluster: Cluster, always: bool = False) -> Commands:
         )
         return
     if found.image is not None and not always:
-        host.noop(f"{cluster.image} is here: {found.image.id}")
+        host.noop(f"{cluster.image.name} is here: {found.image.id}")
     else:
         yield streamed(
             StringCommand(
                 *("timeout", str(cluster.deadlines.pull), "docker", "pull"),
-                QuoteString(cluster.image),
+                QuoteString(cluster.image.name),
             )
         )
         observed.forget(host)
@@ -146,13 +146,13 @@ def pulled(cluster: Cluster, always: bool = False) -> Commands:
 def _usable(cluster: Cluster) -> Commands:
     image = observed.image(host)
     if image is None:
-        yield refuse(f"{cluster.image} is not here, although the pull succeeded.")
+        yield refuse(f"{cluster.image.name} is not here, although the pull succeeded.")
     elif image.versions.vllm is None:
-        yield refuse(f"{cluster.image} has no vLLM in it ({image.versions}).")
+        yield refuse(f"{cluster.image.name} has no vLLM in it ({image.versions}).")
     elif cluster.executor == "ray" and image.versions.ray is None:
         yield refuse(
-            f"{cluster.image} has no Ray in it ({image.versions}): stock vLLM images come without "
-            "Ray since 0.18.",
+            f"{cluster.image.name} has no Ray in it ({image.versions}): stock vLLM images come "
+            "without Ray since 0.18.",
             'Either build one: FROM that image, RUN pip install "ray==2.56.1", '
             "or set executor: mp in cluster.yaml.",
         )
@@ -172,7 +172,7 @@ def same_image(cluster: Cluster) -> Commands:
     if len(set(digests.values())) > 1:
         rows = [f"  {name}: {digest}" for name, digest in sorted(digests.items())]
         yield refuse(
-            f"The hosts have different images under the name {cluster.image}:",
+            f"The hosts have different images under the name {cluster.image.name}:",
             *rows,
             "Ranks of different builds hang or disagree. Pull again on all hosts: "
             "pyinfra inventory.py tasks/image.py --data pull=always",
@@ -495,7 +495,7 @@ def _report(cluster: Cluster, answer: Answer) -> None:
         ("model", cluster.served_model_name),
         ("hosts", ", ".join(f"{name} {cluster.address(name)}" for name in cluster.nodes)),
         ("ranks", f"tensor x pipeline = {ranks}, executor {cluster.executor}"),
-        ("image", f"{cluster.image}: {image.versions}" if image else cluster.image),
+        ("image", f"{cluster.image.name}: {image.versions}" if image else cluster.image.name),
         ("prompt", commands.PROMPT),
         ("answer", f"{answer.text!r} ({answer.tokens} tokens in {answer.seconds} s)"),
         ("URL", api_url(cluster)),

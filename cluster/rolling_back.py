@@ -187,7 +187,7 @@ def restored(choice: Choice, after_failure: bool = False) -> Commands:
     if observed.look(host).image is None:
         yield refuse(
             f"{host.name}: the image of {target.name} is gone: {target.image}",
-            f"Pull it again ({target.cluster.image}), and run this again.",
+            f"Pull it again ({target.cluster.image.name}), and run this again.",
         )
         return
     logger.info(f"{host.print_prefix}back to the deployment of {target.since}")

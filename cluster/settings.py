@@ -45,6 +45,7 @@ MANAGED_FLAGS = {
     "master-port": "set serve.rendezvous_port",
     "max-model-len": "set serve.max_model_len",
     "model": "set model",
+    "revision": "set model.revision",
     "nnodes": "derived from hosts",
     "node-rank": "derived from hosts",
     "pipeline-parallel-size": "set serve.pipeline_parallel_size",
@@ -195,6 +196,46 @@ class Host(_Section):
     """Variables of this host alone; they beat everything derived. null removes a variable."""
 
 
+class ImageSource(_Section):
+    """The vLLM image, and the way it takes to the hosts. A name alone is enough."""
+
+    name: Word
+    """By tag or digest. Executor ray needs Ray in it (stock images: up to 0.17)."""
+    source: Literal["registry", "relay", "archive", "auto"] = "registry"
+    """registry: every host pulls it. relay: the others get it through the head, over the fabric.
+    archive: from a file on this machine. auto: relay for hosts that do not reach the registry."""
+    archive: Text | None = None
+    """With source archive: what docker save wrote, on this machine; also .gz, .xz, .zst."""
+
+
+class ModelSource(_Section):
+    """The model, and the way it takes to the hosts. A name alone is enough."""
+
+    name: Text
+    """On the Hugging Face hub, or a directory on the hosts."""
+    source: Literal["hub", "path", "rsync"] | None = None
+    """hub: downloaded once, on the head. path: it is on the head already. rsync: copied from this
+    machine to the head. Default: path where name is a directory, else hub."""
+    revision: Word | None = None
+    """With source hub: a branch, tag or, better, a commit; default: main as it was when the head
+    first downloaded it."""
+    local: Text | None = None
+    """With source rsync: the directory on this machine."""
+    relay: bool = True
+    """Bring it from the head to every other host over the fabric, where files are missing or
+    differ. false: it is on every host already, or the hosts share a disk."""
+    delete: bool = False
+    """Delete files on the other hosts that the head does not have."""
+    encrypt: bool = False
+    """Through ssh instead of plain TCP, for a fabric that is not trusted; much slower."""
+
+
+def _from_name(value: Any) -> Any:
+    if value is None:
+        raise ValueError("has no value")
+    return {"name": value} if isinstance(value, str) else value
+
+
 class Serve(_Section):
     """vllm serve."""
 
@@ -339,14 +380,18 @@ class Cluster(_Section):
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")] = "vllm"
     """Name of the cluster, shown in reports and container labels."""
-    image: Word
-    """The vLLM image, by tag or digest. Executor ray needs Ray in it (stock images: up to 0.17)."""
-    model: Text
-    """A name on the Hugging Face hub, or a directory that exists on every host."""
+    image: Annotated[
+        ImageSource, BeforeValidator(_from_name, json_schema_input_type=str | ImageSource)
+    ]
+    """The vLLM image: its name, or a section."""
+    model: Annotated[
+        ModelSource, BeforeValidator(_from_name, json_schema_input_type=str | ModelSource)
+    ]
+    """The model: its name, or a section."""
     executor: Literal["ray", "mp"] = "ray"
     """ray, or vLLM's own --nnodes mode (mp), which needs no Ray in the image."""
     offline: bool | None = None
-    """No download at run time; default: true where model is a directory."""
+    """No download at run time; default: true, since a deploy has brought the model."""
     ssh: SshDefaults = SshDefaults()
     """Defaults for every host's ssh."""
     hosts: Annotated[dict[HostName, Host], Field(min_length=1)]
@@ -409,17 +454,22 @@ class Cluster(_Section):
     @property
     def is_offline(self) -> bool:
         """True where nothing may be downloaded at run time."""
-        return self.model_is_directory if self.offline is None else self.offline
+        return True if self.offline is None else self.offline
 
     @property
     def model_is_directory(self) -> bool:
-        """True where model is a path on the hosts."""
-        return self.model.startswith("/")
+        """True where the model is a path on the hosts."""
+        return self.model.name.startswith("/")
+
+    @property
+    def model_source(self) -> Literal["hub", "path", "rsync"]:
+        """As written, or what the name tells."""
+        return self.model.source or ("path" if self.model_is_directory else "hub")
 
     @property
     def served_model_name(self) -> str:
         """The model's name in the API."""
-        return self.serve.served_model_name or self.model
+        return self.serve.served_model_name or self.model.name
 
     def address(self, name: str) -> IPv4Address:
         """The fabric address of a host."""
@@ -470,6 +520,31 @@ def problems(cluster: Cluster) -> Iterator[Problem]:
     yield from _ports(cluster)
     yield from _flags(cluster)
     yield from _secrets(cluster)
+    yield from _sources(cluster)
+
+
+def _sources(cluster: Cluster) -> Iterator[Problem]:
+    image, model = cluster.image, cluster.model
+    if (image.source == "archive") != (image.archive is not None):
+        yield Problem(
+            ("image", "archive"), "image.source: archive and image.archive belong together"
+        )
+    elif image.archive and not Path(image.archive).expanduser().is_file():
+        yield Problem(("image", "archive"), f"there is no file {image.archive} on this machine")
+    is_hub = cluster.model_source == "hub"
+    if is_hub and cluster.model_is_directory:
+        yield Problem(("model", "source"), "a directory is not on the hub; set path or rsync")
+    if not is_hub and not cluster.model_is_directory:
+        yield Problem(
+            ("model", "name"),
+            f"with source {cluster.model_source} it is a directory on the hosts: /srv/models/NAME",
+        )
+    if model.revision and not is_hub:
+        yield Problem(("model", "revision"), "only the hub has revisions")
+    if (cluster.model_source == "rsync") != (model.local is not None):
+        yield Problem(("model", "local"), "model.source: rsync and model.local belong together")
+    elif model.local and not Path(model.local).expanduser().is_dir():
+        yield Problem(("model", "local"), f"there is no directory {model.local} on this machine")
 
 
 def _roles(cluster: Cluster) -> Iterator[Problem]:

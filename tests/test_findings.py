@@ -268,7 +268,7 @@ FIRING: list[tuple[str, Any, dict[str, Any], str, str]] = [
     (
         "model-missing",
         set_in("spark-2", model={"path": "/m", "exists": False, "free_bytes": 1}),
-        {"model": "/m"},
+        {"model": {"name": "/m", "relay": False}},
         "spark-2",
         "there is no /m",
     ),

@@ -262,6 +262,7 @@ def test_node_state_on_a_machine_without_anything(tmp_path: Path) -> None:
         "label": "x",
         "port": None,
         "watchdog": "/no/such",
+        "known_good": "/no/such",
     }
     result = run("node_state", wanted)
     state = json.loads(result.stdout)
