@@ -1,6 +1,7 @@
 # make demo    two hosts on this machine, a deploy over ssh, a real completion
 # make check   lint, types, offline tests: under a minute
 # make test    check, then end to end in the lab
+# make soak    fifty random faults in the lab, one after another: 40 minutes
 # make gpu-test  two nodes on a machine with NVIDIA GPUs, as root (docs/gpu-run.md)
 # Everything that is missing is set up first, under .venv and .lab.
 
@@ -12,7 +13,7 @@ LAB := $(BIN)/python -m tests.lab
 
 OFFLINE := $(BIN)/pytest -q -m "not lab and not slow"
 
-.PHONY: demo demo-down check style offline-1 offline-2 test test-all gpu-test bench schema lock clean help
+.PHONY: demo demo-down check style offline-1 offline-2 test test-all soak gpu-test bench schema lock clean help
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -58,6 +59,10 @@ test-all: check
 	$(BIN)/pytest -q -m "slow and not lab"
 	$(LAB) up
 	$(BIN)/pytest -m lab
+
+soak: $(VENV)/installed
+	$(LAB) up
+	$(BIN)/python -m tests.soak
 
 gpu-test:
 	$(GPU_PYTHON) -m tests.gpu check

@@ -13,6 +13,7 @@ unless_serving = {"unless_serving": True}
 local.include("tasks/lock.py")
 local.include("tasks/preflight.py", data=unless_serving)
 local.include("tasks/image.py")
+local.include("tasks/model.py")
 
 # From here on the hosts change.
 changing = {**unless_serving, **rolling_back.failure_arguments(cluster)}

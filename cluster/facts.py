@@ -74,6 +74,39 @@ class KnownGood(FactBase[list[dict[str, Any]]]):
         return list(_object(output)["archives"])
 
 
+class RelayCheck(FactBase[dict[str, Any]]):
+    """Whether a directory holds what its manifest says: {state, digest, missing, different, ...}.
+
+    Pass _stdin=source("relay").
+    """
+
+    def command(self, wanted: dict[str, Any]) -> StringCommand:
+        """`wanted` is the argument of remote/relay.py."""
+        return program_command("relay", wanted)
+
+    def process(self, output: list[str]) -> dict[str, Any]:
+        """Return the result."""
+        return dict(_object(output))
+
+
+class UnifiedMemory(FactBase[bool]):
+    """Whether the GPUs of a host share its memory: nvidia-smi knows no memory of theirs."""
+
+    def command(self) -> StringCommand:
+        """Ask nvidia-smi; a host without it has none."""
+        query = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader")
+        return StringCommand(*query, "2>/dev/null", "||", "true")
+
+    @staticmethod
+    def default() -> bool:
+        """No GPU, no unified memory."""
+        return False
+
+    def process(self, output: list[str]) -> bool:
+        """[N/A] instead of MiB, as on a DGX Spark."""
+        return any("N/A" in line for line in output)
+
+
 class ImageVersions(FactBase[Versions]):
     """Versions of Python, vllm, ray and torch inside an image, without importing them."""
 

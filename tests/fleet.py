@@ -46,6 +46,12 @@ class FakeHost:
     hcas: list[dict[str, Any]] = field(default_factory=list)
     probe_changes: dict[str, Any] = field(default_factory=dict)
     proof_changes: dict[str, Any] = field(default_factory=dict)
+    model: str | None = None
+    """What the model's directory holds: the digest of its manifest."""
+    listed: str | None = None
+    """The digest in the manifest that is kept here."""
+    relays: list[list[str]] = field(default_factory=list)
+    """Receivers of every transfer that this host has sent."""
     kept: list[dict[str, Any]] = field(default_factory=list)
     """Deployments known to be good, the newest first: {record, files}."""
     untold: bool = False
@@ -127,6 +133,20 @@ class FakeHost:
             **self.proof_changes,
         }
 
+    def relay(self, wanted: dict[str, Any]) -> Iterable[str]:
+        """Answer like remote/relay.py."""
+        if wanted["role"] == "check":
+            state = "ok" if self.model and self.model == self.listed else "none"
+            if self.model and wanted.get("digest") not in (None, self.model):
+                state = "stale"
+            yield json.dumps({"state": state, "digest": self.listed})
+        elif wanted["role"] == "manifest":
+            self.model = self.listed = self.model or "on the disk"
+        elif wanted["role"] == "send":
+            self.relays.append([each["name"] for each in wanted["receivers"]])
+        elif wanted["role"] == "receive":
+            self.model = self.listed = wanted["digest"]
+
     def keep(self, wanted: dict[str, Any]) -> None:
         """Do what remote/known_good.py does."""
         record = {**wanted["record"], "name": wanted["name"]}
@@ -155,6 +175,12 @@ class FakeHost:
             yield json.dumps(self.probe(json.loads(words[words.index("probe") + 1])))
         elif "python3 - prove" in command or " - prove " in command:
             yield json.dumps(self.proof(json.loads(shlex.split(command)[-1])))
+        elif command.startswith("python3 - relay"):
+            yield from self.relay(json.loads(shlex.split(command)[3]))
+        elif command.startswith("docker run") and "--name=vllm-hub" in command:
+            self.model = "new"
+        elif command.startswith("nvidia-smi --query-gpu=memory.total"):
+            yield "[N/A]"
         elif command.startswith("python3 - keep"):
             self.keep(json.loads(shlex.split(command)[3]))
         elif command.startswith("python3 - list"):
@@ -199,6 +225,8 @@ class Fleet:
     def __init__(self) -> None:
         self.hosts: dict[str, FakeHost] = {}
         self.history: list[tuple[str, str]] = []
+        self.inputs: list[tuple[str, str]] = []
+        """What each command got over stdin."""
         self.failing = ""
         """vllm serve does not start where its unit has this in it."""
 
@@ -224,6 +252,7 @@ class Fleet:
         text = command.get_masked_value()
         host.commands.append(text)
         self.history.append((name.removeprefix("@fake/"), text))
+        self.inputs.append((name.removeprefix("@fake/"), arguments.get("_stdin") or ""))
         complaint = next((line for part, line in host.failures.items() if part in text), None)
         unit = host.files.get(unit_path(commands.SERVE), "")
         if self.failing and self.failing in unit and "wait_unit" in text and commands.SERVE in text:

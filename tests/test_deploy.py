@@ -15,6 +15,11 @@ DEPLOY = [
     "tasks/preflight.py | Judge what was found",
     "tasks/image.py | Pull the image",
     "tasks/image.py | Compare the image of all hosts",
+    "tasks/model.py | Have the model on the head",
+    "tasks/model.py | Compare the model with the head's",
+    "tasks/model.py | Bring the model to the other hosts",
+    "tasks/model.py | See that all of it is here",
+    "tasks/model.py | Make room in the memory",
     "tasks/environment.py | Write env files and units",
     "tasks/ray_head.py | Stop vllm serve if its group changes",
     "tasks/ray_head.py | Start the Ray head",
@@ -45,12 +50,12 @@ def test_a_second_run_changes_nothing(run: Pyinfra, fleet: Fleet) -> None:
     second = run("-y", "deploy.py")
     assert first.changes > 5
     assert second.changes == 0
-    assert second.output.count("No changes") == len(DEPLOY) + 6  # the worker shares six of them
+    assert second.output.count("No changes") == len(DEPLOY) + 10  # the worker shares ten of them
     assert fleet["spark-1"].starts == ["vllm-ray", "vllm-serve"]
-    # node_state; on the head the completion, too
+    # node_state, the model; on the head the completion, too
     assert {name: len(commands) for name, commands in second.commands.items()} == {
-        "spark-1": 2,
-        "spark-2": 1,
+        "spark-1": 3,
+        "spark-2": 2,
     }
 
 
@@ -308,7 +313,16 @@ def test_every_task_runs_alone(run: Pyinfra, task: str, operations: list[str]) -
 
 
 def test_tasks_one_by_one_equal_the_deploy(run: Pyinfra, fleet: Fleet) -> None:
-    for task in ("image", "environment", "ray_head", "ray_workers", "serve", "verify", "keep"):
+    for task in (
+        "image",
+        "model",
+        "environment",
+        "ray_head",
+        "ray_workers",
+        "serve",
+        "verify",
+        "keep",
+    ):
         assert run("-y", f"tasks/{task}.py").exit_code == 0
     assert run("-y", "deploy.py").changes == 0
 

@@ -17,9 +17,10 @@ byte; 5), pause (seconds before the second, doubled each time; 2), idle (seconds
 after which it is given up; 900).
 
 The last line of stdout is one JSON object: {commit, folder (the snapshot, inside the container),
-bytes, files, downloaded (bytes, 0 where all was there), seconds}, or {"error": why}; before it come
-lines for people. An error is also on stderr. Exit code 0: all files of that commit are in the
-cache, and refs/REVISION points to it. 1: not. What is complete stays, and so do beginnings.
+bytes, files, downloaded (bytes, 0 where all was there), seconds}, or {"error": why}; it is left out
+where `result` is false. Before it come lines for people. An error is also on stderr. Exit code 0:
+all files of that commit are in the cache, and refs/REVISION points to it. 1: not. What is complete
+stays, and so do beginnings.
 
 Large files are fetched here, into blobs/SHA256.incomplete, and only linked by the hub: since
 huggingface_hub 1.19 an interrupted file starts again from nothing (its issue 4196) and no version
@@ -859,7 +860,8 @@ def main(wanted: dict[str, Any]) -> int:
     except Trouble as trouble:
         found = {"error": str(trouble)}
         print(trouble, file=sys.stderr, flush=True)
-    say(json.dumps(found))
+    if wanted.get("result", True):
+        say(json.dumps(found))
     return 1 if "error" in found else 0
 
 
