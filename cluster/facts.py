@@ -74,6 +74,18 @@ class KnownGood(FactBase[list[dict[str, Any]]]):
         return list(_object(output)["archives"])
 
 
+class StoredHere(FactBase[dict[str, Any]]):
+    """Images and models that a host keeps, or what was deleted. Pass _stdin=source("stored")."""
+
+    def command(self, role: str, wanted: dict[str, Any]) -> StringCommand:
+        """`wanted` is the argument of remote/stored.py in its role list or delete."""
+        return StringCommand("python3", "-", role, QuoteString(json.dumps(wanted)))
+
+    def process(self, output: list[str]) -> dict[str, Any]:
+        """Return the answer."""
+        return dict(_object(output))
+
+
 class RelayCheck(FactBase[dict[str, Any]]):
     """Whether a directory holds what its manifest says: {state, digest, missing, different, ...}.
 

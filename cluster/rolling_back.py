@@ -49,6 +49,11 @@ def something_failed() -> bool:
     )
 
 
+def kept_images(each: Host) -> frozenset[str]:
+    """Docker's ids of the images that a rollback would need on a host. Raises UnreadableError."""
+    return frozenset(str(record["image"]) for record in _records(each))
+
+
 @operation()
 @guarded
 def kept(cluster: Cluster) -> Commands:

@@ -52,6 +52,8 @@ class FakeHost:
     """The digest in the manifest that is kept here."""
     relays: list[list[str]] = field(default_factory=list)
     """Receivers of every transfer that this host has sent."""
+    deletions: list[str] = field(default_factory=list)
+    """Images that were deleted."""
     kept: list[dict[str, Any]] = field(default_factory=list)
     """Deployments known to be good, the newest first: {record, files}."""
     untold: bool = False
@@ -147,6 +149,20 @@ class FakeHost:
         elif wanted["role"] == "receive":
             self.model = self.listed = wanted["digest"]
 
+    def stored(self, wanted: dict[str, Any]) -> Iterable[str]:
+        """Answer like remote/stored.py: one image in use, and an old one."""
+        if "entries" in wanted:
+            self.deletions += [entry["id"] for entry in wanted["entries"]]
+            rows = [{"kind": "image", "name": "old", "freed": 5} for _ in wanted["entries"]]
+            yield json.dumps({"deleted": rows, "refused": [], "freed": 5 * len(rows)})
+            return
+        images = [
+            {"id": name, "references": [f"{wanted['repositories'][0]}:{name}"], "bytes": 5}
+            for name in ("new", "old", "kept")
+        ]
+        images[0]["used_by"], images[1]["used_by"], images[2]["used_by"] = ["vllm-ray"], [], []
+        yield json.dumps({"images": images})
+
     def keep(self, wanted: dict[str, Any]) -> None:
         """Do what remote/known_good.py does."""
         record = {**wanted["record"], "name": wanted["name"]}
@@ -183,6 +199,10 @@ class FakeHost:
             yield "[N/A]"
         elif command.startswith("python3 - keep"):
             self.keep(json.loads(shlex.split(command)[3]))
+        elif (
+            command.startswith(("python3 - list", "python3 - delete")) and "repositories" in command
+        ):
+            yield from self.stored(json.loads(shlex.split(command)[3]))
         elif command.startswith("python3 - list"):
             yield json.dumps({"archives": [row["record"] for row in self.kept]})
         elif command.startswith("python3 - restore"):

@@ -1,0 +1,123 @@
+"""pyinfra operations that show old images and models, and delete what a person has named."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from pyinfra import host, logger, state
+from pyinfra.api import Host, operation
+
+from cluster import model, observed, rolling_back, stored
+from cluster.facts import StoredHere, source
+from cluster.settings import Cluster
+from cluster.shell import Commands, guarded, print_table, refuse
+from cluster.stored import Choice, Current, Deleted, Entry, Stored
+
+AnswerType = TypeVar("AnswerType", bound=BaseModel)
+
+
+@operation()
+@guarded
+def listed(cluster: Cluster) -> Commands:
+    """Read what this host keeps.
+
+    + cluster: the cluster
+    """
+    if state.is_executing:
+        answer = _ask(Stored, "list", _argument(cluster))
+        current = Current(
+            image=cluster.image.name,
+            image_ids=rolling_back.kept_images(host),
+            model=cluster.model.name,
+            revision=cluster.model.revision or "main",
+        )
+        host.connector_data[__name__] = (
+            stored.entries({host.name: answer}, current),
+            stored.problems({host.name: answer}),
+        )
+    host.noop("read")
+    yield from ()
+
+
+@operation()
+@guarded
+def chosen(confirmation: str | None) -> Commands:
+    """Show what the hosts keep, and what of it would be deleted.
+
+    + confirmation: NAME[,NAME] or unused; None: nothing is deleted
+    """
+    if not state.is_executing:
+        host.noop("shown at run time")
+        return
+    found = _entries()
+    print_table(stored.HEADER, stored.table_rows(found, time.time()))
+    for each in _hosts():
+        for problem in each.connector_data[__name__][1]:
+            logger.info(f"    {problem}")
+    if confirmation is None:
+        unused = sum(entry.bytes for entry in found if not entry.in_use)
+        logger.info(f"    not in use: {stored.size_text(unused)}")
+        logger.info("    Delete: --data delete=NAME[,NAME] or --data delete=unused")
+    else:
+        problems = stored.chosen(found, confirmation).problems
+        if problems:
+            yield refuse(*problems)
+            return
+    host.noop("shown")
+
+
+@operation(is_idempotent=False)
+@guarded
+def deleted(cluster: Cluster, confirmation: str) -> Commands:
+    """Delete on this host what was confirmed, and nothing that is in use meanwhile.
+
+    + cluster: the cluster
+    + confirmation: see chosen
+    """
+    if not state.is_executing:
+        host.noop("at run time")
+        return
+    choice: Choice = stored.chosen(_entries(), confirmation)
+    wanted = choice.arguments(host.name)
+    if not wanted:
+        host.noop("nothing of it is here")
+        return
+    answer = _ask(Deleted, "delete", {**_argument(cluster), "entries": wanted})
+    lines, is_done = stored.delete_summary({host.name: answer})
+    for line in lines:
+        logger.info(f"    {line}")
+    if not is_done:
+        yield refuse(f"{host.name} keeps some of it, see above")
+
+
+def _ask(answer_type: type[AnswerType], role: str, wanted: dict[str, Any]) -> AnswerType:
+    answer = host.get_fact(
+        StoredHere, role=role, wanted=wanted, _stdin=source("stored"), _ignore_errors=True
+    )
+    if answer is None:
+        raise observed.UnreadableError(f"{host.name} did not answer; see the lines above")
+    return answer_type.model_validate(answer)
+
+
+def _argument(cluster: Cluster) -> dict[str, Any]:
+    place = model.place(cluster)
+    repository = cluster.image.name.partition("@")[0]
+    if ":" in repository.rpartition("/")[2]:
+        repository = repository.rpartition(":")[0]
+    return stored.list_argument(
+        repositories=[repository],
+        caches=[model.hub_cache(cluster)],
+        directories=[place.root] if cluster.model_is_directory else [],
+        transfers=[place.root],
+    )
+
+
+def _entries() -> list[Entry]:
+    return [entry for each in _hosts() for entry in each.connector_data[__name__][0]]
+
+
+def _hosts() -> list[Host]:
+    found = [each for each in state.inventory.get_active_hosts() if __name__ in each.connector_data]
+    return sorted(found, key=lambda each: each.data.cluster.nodes.index(each.name))
