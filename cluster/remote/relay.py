@@ -237,6 +237,7 @@ class Manifest:
         """Write it, all or nothing."""
         temporary = "%s.%d" % (path, os.getpid())
         try:
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             with open(temporary, "w", encoding="utf-8") as file:
                 json.dump({"fields": Entry._fields, "entries": self.entries}, file)
             os.replace(temporary, path)

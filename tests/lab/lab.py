@@ -180,7 +180,7 @@ def summary(lab: Lab) -> str:
         *(f"ssh        ssh -F {plan.SSH_CONFIG} {host}" for host in lab.hosts),
         f"API        http://127.0.0.1:{plan.API_PORT} (spark-1, port {plan.API_PORT})",
         f"image      {IMAGE}",
-        "model      /srv/models/tiny on every host",
+        "model      /srv/models/tiny on spark-1 alone; a deploy brings it to the others",
     ]
     if lab.engine.private:
         lines.append(f"engine     DOCKER_HOST={lab.engine.environment()['DOCKER_HOST']}")
@@ -237,9 +237,10 @@ def _host(engine: Engine, host: Host, image: str, flags: list[str], model: bytes
         if host.office:
             engine.docker("network", "connect", *fabric, f"{NAME}-fabric", container)
         engine.docker("cp", "-", f"{container}:/", stdin=files)
-        engine.docker("cp", "-", f"{container}:/srv/models", stdin=model)
+        if host.office:
+            engine.docker("cp", "-", f"{container}:/srv/models", stdin=model)
 
-    version = hashlib.sha256(files + model).hexdigest()
+    version = hashlib.sha256(files + (model if host.office else b"")).hexdigest()
     return _container(engine, host.name, [*argv, image], prepare, version)
 
 
