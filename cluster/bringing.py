@@ -114,16 +114,26 @@ def _token(cluster: Cluster) -> str:
 
 
 def _rsync(state: State, host: Host, cluster: Cluster, root: str) -> bool:  # noqa: ARG001
-    """Copy the model from this machine to the head, by the ssh that people use."""
-    local = str(Path(str(cluster.model.local)).expanduser()).rstrip("/") + "/"
+    local = str(Path(str(cluster.model.local)).expanduser()).rstrip("/")
+    return copy_to_head(cluster, f"{local}/", f"{root}/")
+
+
+def copy_to_head(cluster: Cluster, local: str, path: str) -> bool:
+    """Copy a file or the content of a directory from this machine to the head.
+
+    By rsync over the ssh that people use, so that an interrupted copy goes on. Return whether all
+    of it is there; says why not.
+    """
     argv = ["rsync", "-a", "--partial", "--info=progress2", "--mkpath", "-e"]
-    argv += [f"ssh -F {SSH_CONFIG}", local, f"{host.name}:{root}/"]
-    if cluster.ssh_of(host.name).user != "root":
+    argv += [f"ssh -F {SSH_CONFIG}", str(Path(local).expanduser()), f"{cluster.head}:{path}"]
+    if local.endswith("/"):
+        argv[-2] += "/"
+    if cluster.ssh_of(cluster.head).user != "root":
         argv.insert(1, "--rsync-path=sudo -n rsync")
     try:
         return subprocess.run(argv, check=False).returncode == 0
     except FileNotFoundError:
-        logger.error(f"{host.print_prefix}there is no rsync on this machine; install it")
+        logger.error("    there is no rsync on this machine; install it here and on the head")
         return False
 
 

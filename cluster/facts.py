@@ -86,6 +86,37 @@ class StoredHere(FactBase[dict[str, Any]]):
         return dict(_object(output))
 
 
+class Reaches(FactBase[bool]):
+    """Whether a host can open a TCP connection, within three seconds."""
+
+    def command(self, address: str, port: int) -> StringCommand:
+        """`address` is a name or an address."""
+        script = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 3)"
+        call = ("python3", "-c", QuoteString(script), QuoteString(address), str(port))
+        return StringCommand(*call, "2>/dev/null", "&&", "echo", "yes", "||", "true")
+
+    @staticmethod
+    def default() -> bool:
+        """Silence is no."""
+        return False
+
+    def process(self, output: list[str]) -> bool:
+        """Read the word."""
+        return "yes" in output
+
+
+class RegistryAnswer(FactBase[dict[str, Any]]):
+    """The result of remote/registry.py. Pass _stdin=source("registry")."""
+
+    def command(self, wanted: dict[str, Any]) -> StringCommand:
+        """`wanted` is its argument."""
+        return program_command("registry", wanted)
+
+    def process(self, output: list[str]) -> dict[str, Any]:
+        """Return the last line."""
+        return dict(_object(output))
+
+
 class RelayCheck(FactBase[dict[str, Any]]):
     """Whether a directory holds what its manifest says: {state, digest, missing, different, ...}.
 

@@ -26,6 +26,7 @@ from cluster import commands, node
 from cluster.facts import HostProbe, ImageVersions, NodeState, source
 from cluster.findings import Situation, listening_ports, meeting_ports
 from cluster.host_state import HostState
+from cluster.image import names
 from cluster.node import Image, Node, Versions
 from cluster.probe import Probe
 from cluster.settings import Cluster
@@ -89,7 +90,7 @@ def look(host: Host, report: bool = False) -> HostState:
         return known
     cluster: Cluster = memory.restored.cluster if memory.restored else host.data.cluster
     wanted = {
-        "image": memory.restored.image if memory.restored else cluster.image.name,
+        "images": [memory.restored.image] if memory.restored else names(cluster.image.name),
         "known_good": commands.known_good_path(cluster),
         "containers": [commands.RAY, commands.SERVE],
         "units": list(node.UNITS),

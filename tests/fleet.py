@@ -52,6 +52,10 @@ class FakeHost:
     """The digest in the manifest that is kept here."""
     relays: list[list[str]] = field(default_factory=list)
     """Receivers of every transfer that this host has sent."""
+    reaches_registry: bool = True
+    image_roles: list[dict[str, Any]] = field(default_factory=list)
+    """Arguments of remote/registry.py."""
+    tags: list[str] = field(default_factory=list)
     deletions: list[str] = field(default_factory=list)
     """Images that were deleted."""
     kept: list[dict[str, Any]] = field(default_factory=list)
@@ -135,6 +139,14 @@ class FakeHost:
             **self.proof_changes,
         }
 
+    def registry(self, wanted: dict[str, Any]) -> Iterable[str]:
+        """Answer like remote/registry.py."""
+        self.image_roles.append(wanted)
+        if wanted["role"] == "resolve":
+            yield json.dumps({"digest": DIGEST, "bytes": 1, "seconds": 0.1})
+        elif wanted["role"] == "receive" or wanted["tag"]:
+            self.image = {"id": "sha256:" + "0" * 64, "digests": []}
+
     def relay(self, wanted: dict[str, Any]) -> Iterable[str]:
         """Answer like remote/relay.py."""
         if wanted["role"] == "check":
@@ -191,6 +203,12 @@ class FakeHost:
             yield json.dumps(self.probe(json.loads(words[words.index("probe") + 1])))
         elif "python3 - prove" in command or " - prove " in command:
             yield json.dumps(self.proof(json.loads(shlex.split(command)[-1])))
+        elif command.startswith("python3 - registry"):
+            yield from self.registry(json.loads(shlex.split(command)[3]))
+        elif command.startswith("python3 -c") and "create_connection" in command:
+            yield from ["yes"] if self.reaches_registry else []
+        elif command.startswith("docker tag"):
+            self.tags.append(command)
         elif command.startswith("python3 - relay"):
             yield from self.relay(json.loads(shlex.split(command)[3]))
         elif command.startswith("docker run") and "--name=vllm-hub" in command:

@@ -254,7 +254,7 @@ def test_node_state_on_a_machine_without_anything(tmp_path: Path) -> None:
     ours = tmp_path / "ours"
     ours.write_text("content\n", encoding="utf-8")
     wanted = {
-        "image": "no/such:image",
+        "images": ["no/such:image"],
         "containers": ["vllm-ray"],
         "units": ["vllm-ray"],
         "files": [str(ours), "/no/such"],

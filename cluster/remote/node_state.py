@@ -1,6 +1,6 @@
 """Prints, as one JSON object, what is on this host: image, containers, units, addresses, our files.
 
-Argument (JSON): image, containers [name], units [name], files [path], secret_files [path],
+Argument (JSON): images [its names], containers [name], units [name], files [path], secret_files [path],
 label, port, watchdog (path of its state), known_good (a directory), report (null, or {matters,
 noise, ray}: also GPUs, the last failure of each container's unit, and, where ray is a command, what
 Ray lacks). Everything slow runs at the same time: one round trip, a tenth of a second.
@@ -164,7 +164,7 @@ def report_of(wanted: Dict[str, Any], containers: List[str]) -> Callable[[], Dic
 
 
 def main(wanted: Dict[str, Any]) -> None:
-    image = start("docker", "image", "inspect", wanted["image"])
+    image = start("docker", "image", "inspect", *wanted["images"])
     containers = start("docker", "container", "inspect", *wanted["containers"])
     units = start(
         "systemctl",
