@@ -179,7 +179,7 @@ def test_docker_reads_every_value_back(lab: Lab, tmp_path: Path) -> None:
     result = pyinfra("tasks/environment.py", cluster=cluster)
     assert result.code == 0
     # The image is pinned to its id in the unit; its tag is the same image here.
-    image = yaml.safe_load(BASE.read_text(encoding="utf-8"))["image"]
+    image = yaml.safe_load(BASE.read_text(encoding="utf-8"))["image"]["name"]
     program = "import json, os; print(json.dumps(dict(os.environ)))"
     seen = json.loads(
         lab.exec(

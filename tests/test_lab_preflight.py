@@ -238,7 +238,7 @@ def test_another_image_on_the_worker(lab: Lab) -> None:
         result = pyinfra("tasks/image.py")
     finally:
         # Pulled anew, it has its digest again; its layers are still here.
-        restore = f"docker rmi {image}; docker pull -q {image}; docker rmi kept"
+        restore = f"docker rmi {image}; docker tag kept {image}; docker rmi kept"
         lab.exec("spark-2", "sh", "-c", restore)
     assert result.code == 1
     assert "Traceback" not in result.output

@@ -10,7 +10,6 @@ from .shell import run
 
 FABRIC = "192.168.200.0/24"
 OFFICE = "10.1.230.0/24"
-REGISTRY_FABRIC = "192.168.200.2"
 REGISTRY_OFFICE = "10.1.230.2"
 REGISTRY_PORT = 15000
 SSH_PORT = 22122
@@ -42,7 +41,7 @@ class Host:
     def etc_hosts(self) -> str:
         """/etc/hosts: the host's own name is not its fabric address, as on any Debian."""
         return (
-            f"127.0.0.1 localhost\n127.0.1.1 {self.name}\n{REGISTRY_FABRIC} registry.lab\n"
+            f"127.0.0.1 localhost\n127.0.1.1 {self.name}\n{REGISTRY_OFFICE} registry.lab\n"
             "::1 localhost ip6-localhost\n"
         )
 

@@ -210,12 +210,7 @@ def _registry(engine: Engine, image: str) -> None:
     argv += ["--publish", f"127.0.0.1:{plan.REGISTRY_PORT}:5000"]
     argv += ["--volume", f"{NAME}-registry:/var/lib/registry", "--entrypoint", "docker-registry"]
     argv += [image, "serve", "/etc/lab/registry.yml"]
-    fabric = ["network", "connect", "--ip", plan.REGISTRY_FABRIC, f"{NAME}-fabric"]
-
-    def prepare(container: str) -> None:
-        engine.docker(*fabric, container)
-
-    _container(engine, "registry", argv, prepare)
+    _container(engine, "registry", argv, lambda container: None)
 
 
 def _host(engine: Engine, host: Host, image: str, flags: list[str], model: bytes) -> bool:
