@@ -1,9 +1,9 @@
 """Prints, as one JSON object, what is on this host: image, containers, units, addresses, our files.
 
-Argument (JSON): images [its names], containers [name], units [name], files [path], secret_files [path],
-label, port, watchdog (path of its state), known_good (a directory), report (null, or {matters,
-noise, ray}: also GPUs, the last failure of each container's unit, and, where ray is a command, what
-Ray lacks). Everything slow runs at the same time: one round trip, a tenth of a second.
+Argument (JSON): images [its names], containers [name], units [name], files [path], secret_files
+[path], label, port, watchdog (path of its state), known_good (a directory), report (null, or
+{matters, noise, ray}: also GPUs, the last failure of each container's unit, and, where ray is a
+command, what Ray lacks). Everything slow runs at the same time: one round trip, a tenth of a second.
 """
 
 from __future__ import annotations

@@ -21,8 +21,9 @@ receive   On every other host, at the same time. Keys: image, digest, tag; name 
 
 Defaults: patience 60, stall 20 (seconds; without any sign of life the other side is given up). The
 last line of stdout is one JSON object: the result, with cpu_seconds and peak_bytes, or {"error":
-why}; it is left out where `result` is false. Before it come lines for people. An error is also on stderr. Exit code 0: the image is here,
-under its name, complete. 1: it is not, and nothing half-loaded has that name.
+why}; it is left out where `result` is false. Before it come lines for people. An error is also on
+stderr. Exit code 0: the image is here, under its name, complete. 1: it is not, and nothing
+half-loaded has that name.
 
 A receiver listens on its own 127.0.0.1, where Docker accepts plain http without any configuration,
 takes connections from root and its own user only, and passes them on to the head. Docker pulls
