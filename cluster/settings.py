@@ -226,8 +226,6 @@ class ModelSource(_Section):
     differ. false: it is on every host already, or the hosts share a disk."""
     delete: bool = False
     """Delete files on the other hosts that the head does not have."""
-    encrypt: bool = False
-    """Through ssh instead of plain TCP, for a fabric that is not trusted; much slower."""
 
 
 def _from_name(value: Any) -> Any:
