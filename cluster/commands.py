@@ -126,9 +126,8 @@ def reach(cluster: Cluster, name: str) -> dict[str, Any]:
 
 def completion(cluster: Cluster, deadline: int, max_tokens: int) -> dict[str, Any]:
     """The argument of remote/completion.py on the head."""
-    listen = cluster.serve.host
     return {
-        "host": "127.0.0.1" if listen == "0.0.0.0" else listen,  # noqa: S104
+        "host": _api_host(cluster),
         "port": cluster.serve.port,
         "model": cluster.served_model_name,
         "deadline": deadline,
@@ -136,6 +135,27 @@ def completion(cluster: Cluster, deadline: int, max_tokens: int) -> dict[str, An
         "max_tokens": max_tokens,
         "secrets": secrets_path(cluster),
     }
+
+
+def drain(cluster: Cluster, refuses: bool) -> list[str]:
+    """What stops vllm serve on the head.
+
+    refuses: this vLLM knows --shutdown-timeout
+    """
+    wanted = {
+        "container": SERVE,
+        "host": _api_host(cluster),
+        "port": cluster.serve.port,
+        "refuses": refuses,
+        "drain": cluster.deadlines.drain,
+        "stop": cluster.deadlines.stop,
+    }
+    return _program(cluster, "drain", wanted)
+
+
+def _api_host(cluster: Cluster) -> str:
+    listen = cluster.serve.host
+    return "127.0.0.1" if listen == "0.0.0.0" else listen  # noqa: S104
 
 
 def watchdog(cluster: Cluster) -> list[str]:

@@ -18,7 +18,7 @@ from cluster.settings import Cluster
 from cluster.units import UNIT_DIRECTORY, ray_unit, serve_unit, watchdog_units
 
 IMAGE_HEADER = "image "
-PROGRAMS = ("reach", "ray_nodes", "gather", "completion", "watchdog")
+PROGRAMS = ("reach", "ray_nodes", "gather", "completion", "watchdog", "drain")
 """The programs of remote/ that units run, as files on the hosts."""
 WATCHDOG_TIMER = f"{commands.WATCHDOG}.timer"
 UNITS = (commands.RAY, commands.SERVE, commands.WATCHDOG, WATCHDOG_TIMER)
@@ -135,7 +135,10 @@ def render(cluster: Cluster, name: str, image: Image) -> Node:
             ]
         definitions[commands.SERVE] = serve_definition(cluster, name, image)
         run = _labelled(_serve_container(cluster, name, image), definitions[commands.SERVE])
-        rendered.append(File(unit_path(commands.SERVE), serve_unit(cluster, name, run)))
+        drains = image.versions.drains
+        rendered.append(File(unit_path(commands.SERVE), serve_unit(cluster, name, run, drains)))
+        if name == cluster.head and cluster.deadlines.drain:
+            rendered.append(_program(cluster, "drain"))
         if cluster.executor == "mp" and cluster.workers:
             rendered.append(_program(cluster, "gather"))
     if is_watched(cluster, name):

@@ -51,8 +51,13 @@ def ray_unit(cluster: Cluster, name: str, run: list[str]) -> str:
     )
 
 
-def serve_unit(cluster: Cluster, name: str, run: list[str]) -> str:
-    """vllm-serve.service of node `name`; `run` is its docker run."""
+def serve_unit(cluster: Cluster, name: str, run: list[str], drains: bool) -> str:
+    """vllm-serve.service of node `name`; `run` is its docker run.
+
+    drains: this vLLM knows how to let running requests finish when it is stopped.
+    """
+    is_head = name == cluster.head
+    stop = commands.drain(cluster, drains) if is_head and cluster.deadlines.drain else None
     if cluster.executor == "mp":
         return _unit(
             cluster,
@@ -60,6 +65,7 @@ def serve_unit(cluster: Cluster, name: str, run: list[str]) -> str:
             container=commands.SERVE,
             run=run,
             wait=commands.gather(cluster, name) if cluster.workers else None,
+            stop=stop,
         )
     return _unit(
         cluster,
@@ -67,6 +73,7 @@ def serve_unit(cluster: Cluster, name: str, run: list[str]) -> str:
         container=commands.SERVE,
         run=run,
         wait=commands.ray_nodes_at_boot(cluster),
+        stop=stop,
         relations=[f"After={commands.RAY}.service", f"PartOf={commands.RAY}.service"],
     )
 
@@ -125,10 +132,11 @@ def _unit(
     run: list[str],
     prepare: list[list[str]] | None = None,
     wait: list[str] | None = None,
+    stop: list[str] | None = None,
     relations: list[str] | None = None,
 ) -> str:
     restarts, deadlines = cluster.restarts, cluster.deadlines
-    stop = deadlines.stop + (deadlines.drain if container == commands.SERVE else 0)
+    stop = stop or ["docker", "stop", "-t", str(deadlines.stop), container]
     lines = [
         "# Written by multinode-vllm; change cluster.yaml and deploy instead of this file.",
         "[Unit]",
@@ -147,7 +155,7 @@ def _unit(
         *(f"ExecStartPre=-{exec_line(command)}" for command in prepare or []),
         *([f"ExecStartPre={exec_line(wait)}"] if wait else []),
         f"ExecStart={exec_line(run)}",
-        f"ExecStop=-docker stop -t {stop} {container}",
+        f"ExecStop=-{exec_line(stop)}",
         f"ExecStopPost=-docker rm --force {container}",
         "Restart=always",
         f"RestartSec={restarts.delay}",
@@ -155,7 +163,7 @@ def _unit(
         f"RestartSteps={BACK_OFF_STEPS}",
         f"RestartMaxDelaySec={max(restarts.delay, restarts.max_delay)}",
         f"TimeoutStartSec={deadlines.boot + 60}",
-        f"TimeoutStopSec={stop + 30}",
+        f"TimeoutStopSec={deadlines.stop + deadlines.drain + 30}",
         # docker run ends with 128 + signal when it is stopped.
         "SuccessExitStatus=130 137 143",
         "",

@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -44,6 +45,13 @@ def tar(files: dict[str, bytes]) -> bytes:
     return packed.getvalue()
 
 
+@cache
+def layer(number: int, size: int, seed: int) -> tuple[bytes, bytes]:
+    """A layer of random content, plain and packed."""
+    plain = tar({f"f{number}": random.Random(f"{number} {seed}").randbytes(size)})
+    return plain, gzip.compress(plain, 1, mtime=0)
+
+
 @dataclass
 class Image:
     """An image of random layers."""
@@ -58,11 +66,9 @@ class Image:
     @classmethod
     def make(cls, *sizes: int, seed: int = 1) -> Image:
         """Make one; sizes of its layers in bytes."""
-        chance = random.Random(seed)
-        layers = [tar({f"f{n}": chance.randbytes(size)}) for n, size in enumerate(sizes)]
+        layers, packed = zip(*(layer(n, size, seed) for n, size in enumerate(sizes)), strict=True)
         rootfs = {"type": "layers", "diff_ids": [sha(each) for each in layers]}
         config = json.dumps({"os": "linux", "seed": seed, "rootfs": rootfs}).encode()
-        packed = [gzip.compress(each, 1, mtime=0) for each in layers]
         kind = "application/vnd.docker.image.rootfs.diff.tar.gzip"
         manifest = {
             "schemaVersion": 2,
@@ -71,7 +77,7 @@ class Image:
             "layers": [{"mediaType": kind, "size": len(e), "digest": sha(e)} for e in packed],
         }
         blobs = {sha(each): each for each in (config, *packed)}
-        return cls(layers, config, blobs, json.dumps(manifest).encode())
+        return cls(list(layers), config, blobs, json.dumps(manifest).encode())
 
     @property
     def id(self) -> str:

@@ -268,9 +268,9 @@ def descriptors(manifest: Dict[str, Any]) -> List[Dict[str, Any]]:
 class Archive(Source):
     """A `docker save` file. Its layers are served as they lie in it, from where they lie."""
 
-    def __init__(self, reference: Reference, cache: str, path: str, tag: str) -> None:
-        super().__init__(reference, cache)
-        self.path, self.tag = path, tag
+    def __init__(self, image: str, cache: str, path: str) -> None:
+        super().__init__(Reference.parse(image), cache)
+        self.image, self.path = image, path
 
     def resolve(self) -> str:
         """Read the table of contents, and make a manifest from it."""
@@ -287,7 +287,7 @@ class Archive(Source):
         except (tarfile.TarError, ValueError, KeyError, TypeError) as error:
             raise ImageError(
                 "%s is no complete `docker save` archive (%s): make it again with docker save "
-                "-o FILE %s" % (self.path, error, self.tag)
+                "-o FILE %s" % (self.path, error, self.image)
             ) from None
         offset = members[os.path.normpath(image["Config"])].offset_data
         rows = []
@@ -310,17 +310,23 @@ class Archive(Source):
         return self.learn(json.dumps(manifest, sort_keys=True).encode(), DOCKER_MANIFEST)
 
     def choose(self, images: List[Dict[str, Any]]) -> Dict[str, Any]:
-        """The image of the wanted name; one without any name where it is the only one."""
-        wanted = Reference.parse(self.tag)
+        """The image of the wanted name; one without any name where it is the only one.
+
+        No archive knows a registry's digest: for one, any tag of the repository will do.
+        """
+        wanted = self.reference
         names: List[str] = []
         for image in images:
             own = image.get("RepoTags") or []
-            if wanted in map(Reference.parse, own) or (not own and len(images) == 1):
+            for found in map(Reference.parse, own):
+                if found == wanted or (":" in wanted.what and found[:2] == wanted[:2]):
+                    return image
+            if not own and len(images) == 1:
                 return image
             names += own
         raise ImageError(
             "the archive %s has no image named %s; it has %s: set image in cluster.yaml to one of "
-            "them, or save the right one" % (self.path, self.tag, ", ".join(names) or "none")
+            "them, or save the right one" % (self.path, self.image, ", ".join(names) or "none")
         )
 
     def layer(
@@ -756,17 +762,16 @@ def clear(cache: str) -> None:
 
 def open_source(wanted: Dict[str, Any]) -> Source:
     """Where the image comes from; makes the cache directory. Raises ImageError."""
-    cache, tag = own_directory(wanted.get("cache") or CACHE), wanted.get("tag") or wanted["image"]
-    reference = Reference.parse(wanted["image"])
+    image, cache = wanted["image"], own_directory(wanted.get("cache") or CACHE)
     if wanted.get("archive"):
-        return Archive(reference, cache, wanted["archive"], tag)
+        return Archive(image, cache, wanted["archive"])
     if wanted.get("local"):
-        identity = docker("image", "inspect", "--format", "{{.Id}}", wanted["image"])
+        identity = docker("image", "inspect", "--format", "{{.Id}}", image)
         path = os.path.join(cache, "saved.tar." + identity[7:])
         if not os.path.exists(path):
-            docker_save(wanted["image"], path)
-        return Archive(reference, cache, path, wanted["image"])
-    return Registry(reference, cache)
+            docker_save(image, path)
+        return Archive(image, cache, path)
+    return Registry(Reference.parse(image), cache)
 
 
 def docker_save(image: str, path: str) -> None:
@@ -1569,8 +1574,10 @@ def main(wanted: Dict[str, Any]) -> int:
     found["cpu_seconds"] = round(time.process_time(), 3)
     found["peak_bytes"] = status("VmHWM")
     if wanted.get("result", True):
-        with contextlib.suppress(BrokenPipeError):
+        try:
             say(json.dumps(found))
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains once more at its end
     return 1 if "error" in found else 0
 
 
