@@ -57,7 +57,8 @@ def downloaded(cluster: Cluster, update: bool = False, verify: bool = False) -> 
         host.noop("checked at run time")
         return
     found = _check(place, verify)
-    if cluster.model_source == "hub" and (update or found["state"] != "ok"):
+    has_all = found["state"] == "ok"
+    if cluster.model_source == "hub" and (update or not has_all):
         image = observed.image(host)
         if image is None:
             yield refuse(
@@ -71,7 +72,8 @@ def downloaded(cluster: Cluster, update: bool = False, verify: bool = False) -> 
     elif cluster.model_source == "rsync":
         yield FunctionCommand(_rsync, (cluster, place.root), {})
         yield _manifest(place)
-    elif found["state"] != "ok":
+    elif not has_all or found.get("touched"):
+        # A sender gives only what is as its manifest says, times included.
         yield _manifest(place)
     else:
         host.noop(f"{place.root} is as its manifest says")

@@ -1,4 +1,4 @@
-"""remote/drain.py against a server that tells how many requests run, and a docker that takes notes."""
+"""remote/drain.py against a server that counts its requests, and a docker that takes notes."""
 
 from __future__ import annotations
 

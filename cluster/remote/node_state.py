@@ -3,7 +3,7 @@
 Argument (JSON): images [its names], containers [name], units [name], files [path], secret_files
 [path], label, port, watchdog (path of its state), known_good (a directory), report (null, or
 {matters, noise, ray}: also GPUs, the last failure of each container's unit, and, where ray is a
-command, what Ray lacks). Everything slow runs at the same time: one round trip, a tenth of a second.
+command, what Ray lacks). All that is slow runs at the same time: one round trip, 0.1 s.
 """
 
 from __future__ import annotations
