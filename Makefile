@@ -1,5 +1,5 @@
 # make demo    two hosts on this machine, a deploy over ssh, a real completion
-# make check   lint, types, offline tests: under a minute
+# make check   lint, types, offline tests: two minutes on two cores
 # make test    check, then end to end in the lab
 # make soak    fifty random faults in the lab, one after another: 40 minutes
 # make gpu-test  two nodes on a machine with NVIDIA GPUs, as root (docs/gpu-run.md)
