@@ -11,6 +11,9 @@ class ImageState:
 
     id: str
     digests: list[str]
+    content: str = ""
+    """A hash of its layers and configuration: equal for equal images in either of Docker's stores,
+    and after a relay, which leaves no digests."""
 
     def digest(self, reference: str) -> str:
         """What identifies the image on every host: the registry's digest, else Docker's id."""

@@ -306,6 +306,11 @@ def restore(host: Host, target: Restored) -> None:
     memory.restored, memory.state, memory.image = target, None, None
 
 
+def restored(host: Host) -> Restored | None:
+    """The earlier deployment that this run has gone back to on a host, if it has."""
+    return _memory(host).restored
+
+
 def full_unit(unit: str) -> str:
     """A unit's name with its suffix; one without is a service."""
     return unit if "." in unit else f"{unit}.service"
@@ -331,10 +336,10 @@ def ray_restarted() -> bool:
     return any(_memory(host).ray_restarted for host in state.inventory.get_active_hosts())
 
 
-def digests(cluster: Cluster) -> dict[str, str]:
+def digests() -> dict[str, str]:
     """What tells the images of this run's hosts apart, by host name.
 
-    Docker's own ids where they are all the same; else the registry's digests, which hold across
+    Docker's own ids where they are all the same; else a hash of the content, which holds across
     Docker's two image stores.
     """
     images = {
@@ -344,4 +349,4 @@ def digests(cluster: Cluster) -> dict[str, str]:
     }
     if len({image.id for image in images.values()}) == 1:
         return {name: image.id for name, image in images.items()}
-    return {name: image.digest(cluster.image.name) for name, image in images.items()}
+    return {name: image.content or image.id for name, image in images.items()}

@@ -210,7 +210,7 @@ def same_image(cluster: Cluster) -> Commands:
     if not state.is_executing:
         host.noop("compared at run time")
         return
-    digests = observed.digests(cluster)
+    digests = observed.digests()
     if len(set(digests.values())) > 1:
         rows = [f"  {name}: {digest}" for name, digest in sorted(digests.items())]
         yield refuse(

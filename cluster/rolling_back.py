@@ -65,7 +65,8 @@ def kept(cluster: Cluster) -> Commands:
     if image is None:
         host.noop("there is no image here")
         return
-    identity = _identity(cluster, image)
+    target = observed.restored(host)
+    identity = _identity_of(target.name) if target else _identity(cluster, image)
     if found.known_good[:1] and _identity_of(found.known_good[0]) == identity:
         host.noop(f"{identity} is kept already")
         return

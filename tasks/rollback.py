@@ -22,6 +22,7 @@ local.include("tasks/ray_head.py", data=data)
 local.include("tasks/ray_workers.py", data=data)
 local.include("tasks/serve.py", data=data)
 local.include("tasks/verify.py", data=data)
+local.include("tasks/keep.py", data=data)
 
 if after_failure and host.name == operations.reporter(host.data.cluster):
     rolling_back.given_up(name="End this deploy as failed", choice=choice)

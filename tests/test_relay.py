@@ -905,3 +905,12 @@ def test_the_token_comes_in_the_text_and_only_there(source: Path, target: Path) 
     ended = end(each.send())
     assert ended.code == 1
     assert "without a token" in ended.err
+
+
+def test_the_manifest_has_a_place_of_its_own_and_the_result_can_be_left_out(
+    source: Path, tmp_path: Path
+) -> None:
+    place = tmp_path / "new" / "place.json"
+    ended = role("manifest", source, manifest=str(place), result=False)
+    assert (ended.code, ended.out, ended.err) == (0, "", "")
+    assert role("manifest", source, manifest=str(place)).result["hashed"] == 0

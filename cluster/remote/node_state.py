@@ -163,6 +163,16 @@ def report_of(wanted: Dict[str, Any], containers: List[str]) -> Callable[[], Dic
     return result
 
 
+def content(found: Dict[str, Any]) -> str:
+    """What identifies an image, whichever way Docker stores it: what a container of it would be."""
+    config = found.get("Config") or {}
+    keys = ("Env", "Entrypoint", "Cmd", "WorkingDir", "User")
+    layers = (found.get("RootFS") or {}).get("Layers") or []
+    rows = [layers, found.get("Os"), found.get("Architecture")]
+    rows += [config.get(key) or None for key in keys]
+    return "sha256:" + hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
 def main(wanted: Dict[str, Any]) -> None:
     image = start("docker", "image", "inspect", *wanted["images"])
     containers = start("docker", "container", "inspect", *wanted["containers"])
@@ -200,7 +210,8 @@ def main(wanted: Dict[str, Any]) -> None:
         "watchdog": (read(wanted["watchdog"]) or b"").decode(errors="replace"),
     }
     for found in objects(image_out):
-        state["image"] = {"id": found["Id"], "digests": found.get("RepoDigests") or []}
+        digests = found.get("RepoDigests") or []
+        state["image"] = {"id": found["Id"], "digests": digests, "content": content(found)}
     for found in objects(containers_out):
         state["containers"][found["Name"].lstrip("/")] = {
             "id": found["Id"],

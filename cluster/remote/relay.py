@@ -7,11 +7,12 @@ manifest  On the source. Lists `root` with the sha256 of every piece of every fi
           manifest (path of that file; default ROOT.manifest.json), only ([path in root]; what
           links in there point to comes along), exclude ([fnmatch pattern]), drop_cache. Result:
           digest (identifies all of it), files, links, bytes, hashed (bytes read), seconds, path.
-check     On any host: does `root` hold what its saved manifest says? Keys: root, manifest; digest
+check     On a receiver: does `root` hold what its saved manifest says? Keys: root, manifest; digest
           (what the source has: {"state": "stale"} if the saved one is another, "none" without
           one), verify (read and hash everything). Result: state (ok, different, stale, none),
-          digest, missing, different, extra: each {count, names (at most 20)}; hashed, seconds.
-          What has the right size and another mtime is hashed. The exit code is 0 in every state.
+          digest, missing, different, extra: each {count, names (at most 20)}; touched (files of
+          the right content and another mtime: what has that is hashed), hashed, seconds. The exit
+          code is 0 in every state.
 send      On the source, after `manifest`. Keys: root, manifest, digest; address (ours on the
           fabric, the only one that it binds), ports (the first that is free is taken), receivers
           [{name, address}]; streams, patience, stall, drop_cache. Ends when every receiver is
@@ -26,8 +27,8 @@ drop      Drops the pages of `root` from the page cache. Result: files, bytes.
 
 Defaults: streams 4, patience 60 and stall 20 (seconds; without any sign of life the other side is
 given up), the rest false. The last line of stdout is one JSON object: the result, with cpu_seconds
-and peak_bytes, or {"error": why}; before it come lines for people. An error is also on stderr.
-Exit code 0: done. 1: not.
+and peak_bytes, or {"error": why}; it is left out where `result` is false. Before it come lines for
+people. An error is also on stderr. Exit code 0: done. 1: not.
 
 TOKEN is secret and argv is not, so it comes inside the text: keyed(source("relay"), token).
 It never crosses the wire: both sides prove with HMAC that they know it, and the manifest is signed
@@ -237,6 +238,7 @@ class Manifest:
         """Write it, all or nothing."""
         temporary = "%s.%d" % (path, os.getpid())
         try:
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             with open(temporary, "w", encoding="utf-8") as file:
                 json.dump({"fields": Entry._fields, "entries": self.entries}, file)
             os.replace(temporary, path)
@@ -668,6 +670,7 @@ def check(wanted: Dict[str, Any]) -> Dict[str, Any]:
         "missing": some(survey.missing),
         "different": some(sorted(survey.different)),
         "extra": some(name for name in tree.strays(manifest) if not is_part(name)),
+        "touched": len(survey.touched),
         "hashed": survey.hashed,
         "seconds": round(time.monotonic() - began, 3),
     }
@@ -1545,7 +1548,8 @@ def main(wanted: Dict[str, Any]) -> int:
         print(found["error"], file=sys.stderr, flush=True)
     found["cpu_seconds"] = round(time.process_time(), 3)
     found["peak_bytes"] = status("VmHWM")
-    say(json.dumps(found))
+    if wanted.get("result", True):
+        say(json.dumps(found))
     return 1 if "error" in found else 0
 
 
