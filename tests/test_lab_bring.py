@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,18 +63,26 @@ def interrupted(cluster: Path, task: str, line: str, break_it: Callable[[], obje
         output += row
         if line in row:
             line = "\0"
-            time.sleep(1)
             break_it()
     assert process.wait(timeout=120) == 1, output
     assert "Traceback" not in output
     return output
 
 
-def end(lab: Lab, host: str, pattern: str) -> None:
-    """Kill the program of a transfer on a host."""
-    pids = lab.exec(host, "pgrep", "-f", f"^python3 - {pattern}").split()
-    assert pids
-    lab.exec(host, "kill", "-9", *pids)
+def end(lab: Lab, host: str, program: str, seconds: float) -> None:
+    """Kill the program of a transfer on a host, so many seconds after it has begun."""
+    script = """
+        for try in $(seq 200); do
+            if pids=$(pgrep -f "[p]ython3 - $0 .*role.*(send|serve|receive)"); then
+                sleep $1
+                kill -9 $pids
+                exit
+            fi
+            sleep 0.05
+        done
+        exit 1
+    """
+    lab.exec(host, "bash", "-c", script, program, str(seconds))
 
 
 @pytest.fixture
@@ -123,7 +130,9 @@ def test_a_model_with_awkward_names_arrives_whole(lab: Lab, big: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("host", ["spark-1", "spark-2"])
 def test_a_killed_transfer_of_the_model_goes_on(lab: Lab, big: Path, host: str) -> None:
-    output = interrupted(big, "tasks/model.py", "Bring the model", lambda: end(lab, host, "relay"))
+    output = interrupted(
+        big, "tasks/model.py", "Bring the model", lambda: end(lab, host, "relay", 0.3)
+    )
     assert "spark-" in output
     names = lab.exec("spark-2", "ls", "-A", BIG, check=False).split("\n")
     for name in ("shard-1", "shard-2"):
@@ -155,9 +164,7 @@ def test_a_killed_relay_of_the_image_is_finished_by_the_next_run(
 ) -> None:
     forget_the_image(lab)
     cluster = variant(tmp_path)
-    interrupted(
-        cluster, "tasks/image.py", "Relay the image", lambda: (time.sleep(4), end(lab, host, "reg"))
-    )
+    interrupted(cluster, "tasks/image.py", "Relay the image", lambda: end(lab, host, "registry", 4))
     assert "vllm-cpu" not in lab.exec("spark-2", "docker", "images", "--format", "{{.Repository}}")
     assert pyinfra("tasks/image.py", cluster=cluster).code == 0
     ids = {lab.exec(each, "docker", "images", "-q", "--no-trunc").strip() for each in lab.hosts}
