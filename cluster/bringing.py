@@ -6,11 +6,8 @@ Content is hashed when it travels, and when a person asks for it.
 
 from __future__ import annotations
 
-import random
-import secrets
 import subprocess
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +19,16 @@ from cluster.facts import RelayCheck, UnifiedMemory, program_command, source
 from cluster.inventory import SSH_CONFIG
 from cluster.model import Transfer
 from cluster.remote.relay import keyed
-from cluster.settings import Cluster
-from cluster.shell import Commands, guarded, refuse, streamed
+from cluster.settings import HUB_TOKEN, Cluster, read_secret
+from cluster.shell import (
+    Commands,
+    active,
+    guarded,
+    refuse,
+    shared_ports,
+    streamed,
+    transfer_token,
+)
 
 
 @dataclass
@@ -109,9 +114,7 @@ def _manifest(place: model.Place) -> Any:
 
 def _token(cluster: Cluster) -> str:
     """The hub's token; it goes to the head's standard input and no further."""
-    from cluster.settings import read_secret
-
-    secret = cluster.secrets.get("HF_TOKEN")
+    secret = cluster.secrets.get(HUB_TOKEN)
     return read_secret(secret).get_secret_value() if secret else ""
 
 
@@ -174,10 +177,10 @@ def relayed(cluster: Cluster) -> Commands:
             "pyinfra -y inventory.py tasks/model.py",
         )
         return
-    transfer = Transfer(model.place(cluster), digest, receivers, _ports())
+    transfer = Transfer(model.place(cluster), digest, receivers, shared_ports("model"))
     is_unified = bool(host.get_fact(UnifiedMemory))
     wanted = transfer.argument(cluster, host.name, drop_cache=is_unified)
-    yield streamed(program_command("relay", wanted), keyed(source("relay"), _relay_token()))
+    yield streamed(program_command("relay", wanted), keyed(source("relay"), transfer_token()))
 
 
 @operation()
@@ -233,27 +236,15 @@ def _difference(found: dict[str, Any]) -> str:
 def _digest(cluster: Cluster) -> str | None:
     """What identifies the head's model; None where the head takes no part in this run."""
     head: Host = inventory.get_host(cluster.head)
-    if head.name not in {each.name for each in state.inventory.get_active_hosts()}:
+    if head.name not in active():
         return None
     return _found(head).get("digest")
 
 
 def _receivers(cluster: Cluster) -> tuple[str, ...]:
-    active = {each.name: each for each in state.inventory.get_active_hosts()}
+    hosts = active()
     return tuple(
         name
         for name in cluster.workers
-        if name in active and _found(active[name]).get("state", "ok") != "ok"
+        if name in hosts and _found(hosts[name]).get("state", "ok") != "ok"
     )
-
-
-@cache
-def _ports() -> tuple[int, ...]:
-    """The same on all hosts of a run; below what the kernel gives away, above Ray's."""
-    return tuple(random.sample(range(20000, 32768), 4))
-
-
-@cache
-def _relay_token() -> str:
-    """A new one for every run."""
-    return secrets.token_hex(16)

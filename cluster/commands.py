@@ -274,7 +274,7 @@ def docker_run(cluster: Cluster, name: str, container: str) -> list[str]:
         f"--label={CLUSTER_LABEL}={cluster.name}",
         f"--env-file={node_env_path(cluster)}",
     ]
-    if cluster.secrets:
+    if cluster.container_secrets:
         arguments.append(f"--env-file={secrets_path(cluster)}")
     if settings.gpus:
         arguments.append(f"--gpus={settings.gpus}")

@@ -49,7 +49,7 @@ def secret_environment(cluster: Cluster) -> list[Variable]:
     """
     return [
         Variable(key, read_secret(source).get_secret_value(), _read_by(key))
-        for key, source in cluster.secrets.items()
+        for key, source in cluster.container_secrets.items()
     ]
 
 

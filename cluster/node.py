@@ -117,7 +117,7 @@ def render(cluster: Cluster, name: str, image: Image) -> Node:
     rendered = [
         File(commands.node_env_path(cluster), env_file(variables, header), 0o600),
     ]
-    if cluster.secrets:
+    if cluster.container_secrets:
         content = env_file(secret_environment(cluster), ["Secrets; written by multinode-vllm."])
         rendered.append(File(commands.secrets_path(cluster), content, 0o600, is_secret=True))
     definitions: dict[str, str] = {}
@@ -218,4 +218,4 @@ def _carry_over(cluster: Cluster) -> str:
     names = {
         variable.name for name in cluster.hosts for variable in node_environment(cluster, name)
     }
-    return json.dumps(sorted(names | set(cluster.secrets)), indent=2) + "\n"
+    return json.dumps(sorted(names | set(cluster.container_secrets)), indent=2) + "\n"

@@ -22,6 +22,7 @@ from cluster.node import File
 from cluster.settings import Cluster
 from cluster.shell import (
     Commands,
+    active,
     connector_arguments,
     guarded,
     print_table,
@@ -379,8 +380,8 @@ def status_shown(cluster: Cluster, as_json: bool = False) -> Commands:
 
 
 def _status(cluster: Cluster) -> Status:
-    active = {each.name: each for each in state.inventory.get_active_hosts()}
-    found = {name: observed.look(active[name], report=True) for name in active}
+    hosts = active()
+    found = {name: observed.look(each, report=True) for name, each in hosts.items()}
     answer, head = None, found.get(cluster.head)
     if head is not None:
         wanted = commands.completion(cluster, cluster.deadlines.completion, MAX_TOKENS)
@@ -391,7 +392,7 @@ def _status(cluster: Cluster) -> Status:
         url=api_url(cluster),
         model=cluster.served_model_name,
         hosts=[
-            host_status(cluster, name, found[name], observed.wanted(active[name]))
+            host_status(cluster, name, found[name], observed.wanted(hosts[name]))
             for name in cluster.nodes
             if name in found
         ],
@@ -514,5 +515,5 @@ def logged(units: list[str], lines: int) -> Commands:
 
 def reporter(cluster: Cluster) -> str:
     """The host that speaks for the group: the head, or the first host where it takes no part."""
-    names = [each.name for each in state.inventory.get_active_hosts()]
+    names = active()
     return cluster.head if cluster.head in names else min(names)

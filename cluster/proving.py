@@ -9,13 +9,13 @@ from functools import cache
 import click
 from pydantic import ValidationError
 from pyinfra import host, logger, state
-from pyinfra.api import Host, operation
+from pyinfra.api import operation
 
 from cluster import commands, observed
 from cluster.facts import LayerProof, source
 from cluster.proof import AGAIN, BAD, Cause, Report, Verdict, argument, command, judge, layers
 from cluster.settings import Cluster
-from cluster.shell import Commands, guarded, print_table, refuse
+from cluster.shell import Commands, active, guarded, print_table, refuse
 
 FACT_SECONDS = 180
 """remote/prove.py ends by itself before that."""
@@ -85,7 +85,7 @@ def layers_judged(cluster: Cluster, as_json: bool = False) -> Commands:
     + cluster: the cluster
     + as_json: print the verdicts as JSON on stdout instead
     """
-    found = {each.name: each.connector_data.get(__name__) for each in _active()}
+    found = {each.name: each.connector_data.get(__name__) for each in active().values()}
     if not state.is_executing or not any(found.values()):
         host.noop("judged at run time, or nothing was to be proven")
         return
@@ -132,13 +132,9 @@ def _cell(verdict: Verdict) -> str:
     return verdict.cell.replace(verdict.state, f"[{colour}]{verdict.state}[/]", 1)
 
 
-def _active() -> list[Host]:
-    return list(state.inventory.get_active_hosts())
-
-
 def _ranks(cluster: Cluster) -> list[str]:
-    active = {each.name for each in _active()}
-    return [name for name in cluster.nodes if name in active]
+    hosts = active()
+    return [name for name in cluster.nodes if name in hosts]
 
 
 @cache

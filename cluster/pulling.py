@@ -6,10 +6,7 @@ asked once, on the head; everybody else goes by the digest.
 
 from __future__ import annotations
 
-import random
-import secrets
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from pyinfra import host, state
@@ -22,7 +19,15 @@ from cluster.facts import Reaches, RegistryAnswer, program_command, source
 from cluster.image import Relay
 from cluster.remote.registry import keyed
 from cluster.settings import Cluster
-from cluster.shell import Commands, guarded, refuse, streamed
+from cluster.shell import (
+    Commands,
+    active,
+    guarded,
+    refuse,
+    shared_ports,
+    streamed,
+    transfer_token,
+)
 
 
 @dataclass
@@ -38,10 +43,6 @@ class _Memory:
 def _memory(each: Host) -> _Memory:
     memory: _Memory = each.connector_data.setdefault(__name__, _Memory())
     return memory
-
-
-def _active() -> dict[str, Host]:
-    return {each.name: each for each in state.inventory.get_active_hosts()}
 
 
 @operation()
@@ -102,7 +103,7 @@ def prepared(cluster: Cluster) -> Commands:
     needs_it = memory.way != "here"
     # One download for all: the head takes what it lacks through its own relay.
     memory.way = "relay"
-    memory.relay = Relay(answer["digest"], wanted, receivers, needs_it, _ports())
+    memory.relay = Relay(answer["digest"], wanted, receivers, needs_it, shared_ports("image"))
 
 
 def _source(cluster: Cluster) -> dict[str, Any]:
@@ -129,7 +130,7 @@ def pulled(cluster: Cluster) -> Commands:
         host.noop("nothing to pull here")
         return
     name = cluster.image.name
-    head = _active().get(cluster.head)
+    head = active().get(cluster.head)
     found = observed.look(head).image if head and state.is_executing else None
     digest = found.digest(name) if found else None
     if digest is None or found is None or digest == found.id:
@@ -159,7 +160,7 @@ def relayed(cluster: Cluster) -> Commands:
     if not state.is_executing or not takes_part:
         host.noop("nothing to relay here, or that is seen at run time")
         return
-    head = _active().get(cluster.head)
+    head = active().get(cluster.head)
     relay = _memory(head).relay if head else None
     if relay is None:
         yield refuse(
@@ -168,7 +169,7 @@ def relayed(cluster: Cluster) -> Commands:
         )
         return
     wanted = relay.argument(cluster, host.name)
-    yield streamed(program_command("registry", wanted), keyed(source("registry"), _token()))
+    yield streamed(program_command("registry", wanted), keyed(source("registry"), transfer_token()))
     if host.name == cluster.head and cluster.image.archive:
         yield StringCommand("rm", "-f", images.ARCHIVE)
     observed.forget(host)
@@ -224,19 +225,7 @@ def same_image(cluster: Cluster) -> Commands:
 
 
 def _receivers(cluster: Cluster) -> tuple[str, ...]:
-    active = _active()
+    hosts = active()
     return tuple(
-        name for name in cluster.workers if name in active and _memory(active[name]).way == "relay"
+        name for name in cluster.workers if name in hosts and _memory(hosts[name]).way == "relay"
     )
-
-
-@cache
-def _ports() -> tuple[int, ...]:
-    """The same on all hosts of a run; below what the kernel gives away, above Ray's."""
-    return tuple(random.sample(range(20000, 32768), 4))
-
-
-@cache
-def _token() -> str:
-    """A new one for every run."""
-    return secrets.token_hex(16)

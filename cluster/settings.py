@@ -33,6 +33,8 @@ RAY_CLIENT_PORT = 10001
 """Ray's client server (ray start --ray-client-server-port), on the head."""
 RAY_WORKER_PORTS = range(10002, 20000)
 """Ray gives its worker processes ports from this range (ray start --min-worker-port)."""
+HUB_TOKEN = "HF_TOKEN"  # noqa: S105 -- the name of one
+"""The variable with the token of the Hugging Face hub."""
 MAX_VALUE_BYTES = 32768
 """Docker reads env files in lines of at most 64 KiB (Go's bufio.MaxScanTokenSize)."""
 MANAGED_FLAGS = {
@@ -453,6 +455,16 @@ class Cluster(_Section):
     def is_offline(self) -> bool:
         """True where nothing may be downloaded at run time."""
         return True if self.offline is None else self.offline
+
+    @property
+    def container_secrets(self) -> dict[str, SecretSource]:
+        """The secrets that the containers need.
+
+        The hub's token is not among them where a deploy brings the model: it goes to the head, for
+        the time of the download.
+        """
+        needless = {HUB_TOKEN} if self.is_offline else set()
+        return {name: source for name, source in self.secrets.items() if name not in needless}
 
     @property
     def model_is_directory(self) -> bool:

@@ -1,13 +1,15 @@
-"""What pyinfra operations share: fail with a sentence, show output while it comes, print tables."""
+"""What pyinfra operations share: who takes part, output while it comes, how they fail."""
 
 from __future__ import annotations
 
+import random
+import secrets
 from collections.abc import Callable, Generator
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, ParamSpec
 
 import click
-from pyinfra import host, logger
+from pyinfra import host, logger, state
 from pyinfra.api import FunctionCommand, Host, State, StringCommand
 from pyinfra.api.arguments import CONNECTOR_ARGUMENT_KEYS
 from pyinfra.api.command import PyinfraCommand
@@ -29,6 +31,26 @@ def guarded(function: Callable[Parameters, Commands]) -> Callable[Parameters, Co
             yield refuse(str(error))
 
     return guarded
+
+
+def active() -> dict[str, Host]:
+    """The hosts that take part in this run and have not failed, by name."""
+    return {each.name: each for each in state.inventory.get_active_hosts()}
+
+
+@cache
+def shared_ports(purpose: str) -> tuple[int, ...]:  # noqa: ARG001 -- another purpose, other ports
+    """Four ports for one transfer of this run, the same on all hosts.
+
+    Below what the kernel gives away (32768) and above what Ray takes (10002 to 19999).
+    """
+    return tuple(random.sample(range(20000, 32768), 4))
+
+
+@cache
+def transfer_token() -> str:
+    """What the hosts of this run know each other by in its transfers; a new one for every run."""
+    return secrets.token_hex(16)
 
 
 def connector_arguments() -> dict[str, Any]:

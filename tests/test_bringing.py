@@ -89,6 +89,18 @@ def test_the_token_goes_to_the_heads_standard_input_alone(
     assert [name for name, text in fleet.inputs if text.startswith("hf_secret\n")] == ["spark-1"]
 
 
+def test_the_token_of_the_hub_is_in_no_file_of_a_host(
+    run: Pyinfra, fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "hf_secret")
+    path = tmp_path / "cluster.yaml"
+    path.write_text(f"{BASE}\nsecrets: {{HF_TOKEN: {{env: MY_TOKEN}}}}\n", encoding="utf-8")
+    assert run("-y", "deploy.py", cluster=path).exit_code == 0
+    for host in fleet.hosts.values():
+        assert all("hf_secret" not in content for content in host.files.values())
+        assert "/etc/vllm/secrets.env" not in host.files
+
+
 def test_a_worker_alone_cannot_be_served(run: Pyinfra, brought: Fleet) -> None:
     brought["spark-2"].model = "half of it"
     result = bring(run, brought, "--limit", "workers")
