@@ -66,14 +66,14 @@ def kept(cluster: Cluster) -> Commands:
         host.noop("there is no image here")
         return
     target = observed.restored(host)
-    identity = _identity_of(target.name) if target else _identity(cluster, image)
-    if found.known_good[:1] and _identity_of(found.known_good[0]) == identity:
-        host.noop(f"{identity} is kept already")
+    own = _identity_of(target.name) if target else identity(cluster, image)
+    if found.known_good[:1] and _identity_of(found.known_good[0]) == own:
+        host.noop(f"{own} is kept already")
         return
     now = time.gmtime()
     wanted = {
         **_place(cluster),
-        "name": f"{time.strftime('%Y%m%dT%H%M%SZ', now)}-{identity}.tar",
+        "name": f"{time.strftime('%Y%m%dT%H%M%SZ', now)}-{own}.tar",
         "keep": KEPT,
         "record": {
             "since": time.strftime("%Y-%m-%d %H:%M:%S UTC", now),
@@ -107,7 +107,7 @@ def choose(to: str | None, after_failure: bool) -> Choice:
         head: Host = inventory.get_host(cluster.head)
         image = observed.image(head)
         names = [str(record["name"]) for record in _records(head)]
-        own = "" if after_failure or image is None else _identity(cluster, image)
+        own = "" if after_failure or image is None else identity(cluster, image)
         ids = [_identity_of(name) for name in names]
         wanted = next((each for each in ids if (each == to if to else each != own)), None)
         if wanted is None:
@@ -179,7 +179,7 @@ def restored(choice: Choice, after_failure: bool = False) -> Commands:
         host.noop(f"back to {target.name}")
         return
     image = observed.image(host)
-    if after_failure and image and _identity(cluster, image) == _identity_of(target.name):
+    if after_failure and image and identity(cluster, image) == _identity_of(target.name):
         yield refuse("nothing to go back to: what failed is the last that served")
         return
     strangers = set(target.cluster.hosts) ^ set(cluster.hosts)
@@ -219,7 +219,7 @@ def given_up(choice: Choice) -> Commands:
     )
 
 
-def _identity(cluster: Cluster, image: Image) -> str:
+def identity(cluster: Cluster, image: Image) -> str:
     """What tells one deployment from another: every file on every host."""
     files = [
         (name, file.path, file.sha256)

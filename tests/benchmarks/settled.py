@@ -5,6 +5,7 @@ import re
 
 from cluster.load import load
 from cluster.node import WATCHDOG_TIMER, Image, Versions, render
+from cluster.rolling_back import identity
 from tests.fleet import fake
 
 _cluster = fake(load())
@@ -24,7 +25,6 @@ def _settled(name: str) -> dict[re.Pattern[str], str]:
                 "id": "c",
                 "image": _image.id,
                 "status": "running",
-                "started": "",
                 "definition": definition,
             }
             for container, definition in node.definitions.items()
@@ -33,12 +33,14 @@ def _settled(name: str) -> dict[re.Pattern[str], str]:
         "files": {file.path: file.content for file in node.files},
         "secret_files": {},
         "listening": True,
+        "known_good": [f"20260101T000000Z-{identity(_cluster, _image)}.tar"],
         "addresses": {fabric.interface: [str(fabric.address.ip)]},
     }
     answer = {"text": "Hello", "tokens": 1, "seconds": 0.1}
     return {
         re.compile("node_state"): json.dumps(state),
         re.compile("completion"): json.dumps(answer),
+        re.compile("- relay"): json.dumps({"state": "ok", "digest": "d"}),
     }
 
 
