@@ -219,14 +219,22 @@ def given_up(choice: Choice) -> Commands:
     )
 
 
+_identities: dict[tuple[int, Image], tuple[Cluster, str]] = {}
+"""By cluster object, which is kept so that its id stays its own, and image: all hosts ask for it."""
+
+
 def identity(cluster: Cluster, image: Image) -> str:
     """What tells one deployment from another: every file on every host."""
-    files = [
-        (name, file.path, file.sha256)
-        for name in cluster.nodes
-        for file in node.render(cluster, name, image).files
-    ]
-    return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:12]
+    key = (id(cluster), image)
+    if key not in _identities:
+        files = [
+            (name, file.path, file.sha256)
+            for name in cluster.nodes
+            for file in node.render(cluster, name, image).files
+        ]
+        digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()
+        _identities[key] = (cluster, digest[:12])
+    return _identities[key][1]
 
 
 def _identity_of(name: str) -> str:
