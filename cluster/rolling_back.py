@@ -220,7 +220,7 @@ def given_up(choice: Choice) -> Commands:
 
 
 _identities: dict[tuple[int, Image], tuple[Cluster, str]] = {}
-"""By cluster object, which is kept so that its id stays its own, and image: all hosts ask for it."""
+"""By cluster object (kept, so that its id stays its own) and image: all hosts ask for the same."""
 
 
 def identity(cluster: Cluster, image: Image) -> str:
