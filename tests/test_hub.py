@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -297,8 +298,9 @@ def test_a_run_that_is_stopped_is_continued(place: Place) -> None:
     place.hub.stalls[name] = LARGE * 2 + 5
     process = start(place)
     blobs, end = place.folder / "blobs", time.monotonic() + 20
+    begun = f"{hashlib.sha256(FILES[name]).hexdigest()}*.incomplete"
     while time.monotonic() < end:
-        if any(path.stat().st_size == LARGE * 2 for path in blobs.glob("*.incomplete")):
+        if any(path.stat().st_size == LARGE * 2 for path in blobs.glob(begun)):
             break
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
