@@ -67,7 +67,7 @@ class KnownGood(FactBase[list[dict[str, Any]]]):
 
     def command(self, wanted: dict[str, Any]) -> StringCommand:
         """`wanted` is the argument of remote/known_good.py."""
-        return StringCommand("python3", "-", "list", QuoteString(json.dumps(wanted)))
+        return program_command("list", wanted)
 
     def process(self, output: list[str]) -> list[dict[str, Any]]:
         """Return the records."""
@@ -79,7 +79,7 @@ class StoredHere(FactBase[dict[str, Any]]):
 
     def command(self, role: str, wanted: dict[str, Any]) -> StringCommand:
         """`wanted` is the argument of remote/stored.py in its role list or delete."""
-        return StringCommand("python3", "-", role, QuoteString(json.dumps(wanted)))
+        return program_command(role, wanted)
 
     def process(self, output: list[str]) -> dict[str, Any]:
         """Return the answer."""

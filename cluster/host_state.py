@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cluster.image import repository
+
 
 @dataclass(frozen=True)
 class ImageState:
@@ -17,12 +19,10 @@ class ImageState:
 
     def digest(self, reference: str) -> str:
         """What identifies the image on every host: the registry's digest, else Docker's id."""
-        repository = reference.partition("@")[0]
-        if ":" in repository.rpartition("/")[2]:
-            repository = repository.rpartition(":")[0]
+        wanted = repository(reference)
         for digest in self.digests:
             name, _, value = digest.partition("@")
-            if name == repository or name.endswith(f"/{repository}"):
+            if name == wanted or name.endswith(f"/{wanted}"):
                 return value
         return self.id
 

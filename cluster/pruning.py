@@ -11,6 +11,7 @@ from pyinfra.api import Host, operation
 
 from cluster import model, observed, rolling_back, stored
 from cluster.facts import StoredHere, source
+from cluster.image import repository
 from cluster.settings import Cluster
 from cluster.shell import Commands, guarded, print_table, refuse
 from cluster.stored import Choice, Current, Deleted, Entry, Stored
@@ -103,11 +104,8 @@ def _ask(answer_type: type[AnswerType], role: str, wanted: dict[str, Any]) -> An
 
 def _argument(cluster: Cluster) -> dict[str, Any]:
     place = model.place(cluster)
-    repository = cluster.image.name.partition("@")[0]
-    if ":" in repository.rpartition("/")[2]:
-        repository = repository.rpartition(":")[0]
     return stored.list_argument(
-        repositories=[repository],
+        repositories=[repository(cluster.image.name)],
         caches=[model.hub_cache(cluster)],
         directories=[place.root] if cluster.model_is_directory else [],
         transfers=[place.root],
