@@ -15,10 +15,10 @@ from pyinfra import host, inventory, logger, state
 from pyinfra.api import FunctionCommand, Host, QuoteString, State, StringCommand, operation
 
 from cluster import model, observed
-from cluster.facts import RelayCheck, UnifiedMemory, program_command, source
+from cluster.facts import RelayCheck, UnifiedMemory, program_command
 from cluster.inventory import SSH_CONFIG
 from cluster.model import Transfer
-from cluster.remote.relay import keyed
+from cluster.programs import keyed, source
 from cluster.settings import HUB_TOKEN, Cluster, read_secret
 from cluster.shell import (
     Commands,
@@ -27,7 +27,7 @@ from cluster.shell import (
     refuse,
     shared_ports,
     streamed,
-    transfer_token,
+    transfer_secrets,
 )
 
 
@@ -180,7 +180,9 @@ def relayed(cluster: Cluster) -> Commands:
     transfer = Transfer(model.place(cluster), digest, receivers, shared_ports("model"))
     is_unified = bool(host.get_fact(UnifiedMemory))
     wanted = transfer.argument(cluster, host.name, drop_cache=is_unified)
-    yield streamed(program_command("relay", wanted), keyed(source("relay"), transfer_token()))
+    yield streamed(
+        program_command("relay", wanted), keyed(source("relay"), transfer_secrets(cluster.encrypt))
+    )
 
 
 @operation()

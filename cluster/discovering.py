@@ -20,11 +20,12 @@ from pyinfra.api import Host, operation
 
 from cluster import hosts_section
 from cluster.discovery import PORTS_TRIED, Landscape, Meetings, NoFabricError, propose
-from cluster.facts import HostProbe, source
+from cluster.facts import HostProbe
 from cluster.hosts_section import EditError, Entry
 from cluster.load import cluster_file
 from cluster.positions import FileError
 from cluster.probe import Meeting, Probe
+from cluster.programs import source
 from cluster.settings import HOST_NAME, RESERVED_HOST_NAMES
 from cluster.shell import Commands, refuse
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from pyinfra.api import FactBase, QuoteString, StringCommand
@@ -12,12 +10,6 @@ from pyinfra.api.exceptions import FactProcessError
 
 from cluster.host_state import Answer, ContainerState, Failure, HostReport, HostState, ImageState
 from cluster.node import Versions
-
-
-@cache
-def source(program: str) -> str:
-    """The text of a program of cluster/remote, to be sent over stdin."""
-    return files("cluster.remote").joinpath(f"{program}.py").read_text(encoding="utf-8")
 
 
 def program_command(program: str, wanted: dict[str, Any]) -> StringCommand:

@@ -10,10 +10,10 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
-from importlib.resources import files
 
 from cluster import commands
 from cluster.environment import env_file, node_environment, secret_environment
+from cluster.programs import source
 from cluster.settings import Cluster
 from cluster.units import UNIT_DIRECTORY, ray_unit, serve_unit, watchdog_units
 
@@ -150,8 +150,7 @@ def render(cluster: Cluster, name: str, image: Image) -> Node:
 
 
 def _program(cluster: Cluster, program: str) -> File:
-    text = files("cluster.remote").joinpath(f"{program}.py").read_text(encoding="utf-8")
-    return File(commands.program_path(cluster, program), text)
+    return File(commands.program_path(cluster, program), source(program))
 
 
 def ray_definition(cluster: Cluster, name: str, image: Image) -> str:

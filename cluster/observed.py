@@ -23,12 +23,13 @@ from pyinfra.api.arguments import ConnectorArguments
 from pyinfra.connectors.util import extract_control_arguments, make_unix_command_for_host
 
 from cluster import commands, node
-from cluster.facts import HostProbe, ImageVersions, NodeState, source
+from cluster.facts import HostProbe, ImageVersions, NodeState
 from cluster.findings import Situation, listening_ports, meeting_ports
 from cluster.host_state import HostState
 from cluster.image import names
 from cluster.node import Image, Node, Versions
 from cluster.probe import Probe
+from cluster.programs import source
 from cluster.settings import Cluster
 from cluster.tables import log_patterns
 

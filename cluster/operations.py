@@ -15,10 +15,11 @@ from pyinfra.api import QuoteString, StringCommand, operation
 
 from cluster import commands, node, observed
 from cluster.fabric import fabric_problem
-from cluster.facts import Completion, RayNodes, ReachesRay, program_command, source
+from cluster.facts import Completion, RayNodes, ReachesRay, program_command
 from cluster.findings import Finding, judge
 from cluster.host_state import Answer, HostState
 from cluster.node import File
+from cluster.programs import source
 from cluster.settings import Cluster
 from cluster.shell import (
     Commands,

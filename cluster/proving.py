@@ -12,7 +12,8 @@ from pyinfra import host, logger, state
 from pyinfra.api import operation
 
 from cluster import commands, observed
-from cluster.facts import LayerProof, source
+from cluster.facts import LayerProof
+from cluster.programs import source
 from cluster.proof import AGAIN, BAD, Cause, Report, Verdict, argument, command, judge, layers
 from cluster.settings import Cluster
 from cluster.shell import Commands, active, guarded, print_table, refuse

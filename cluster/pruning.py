@@ -10,8 +10,9 @@ from pyinfra import host, logger, state
 from pyinfra.api import Host, operation
 
 from cluster import model, observed, rolling_back, stored
-from cluster.facts import StoredHere, source
+from cluster.facts import StoredHere
 from cluster.image import repository
+from cluster.programs import source
 from cluster.settings import Cluster
 from cluster.shell import Commands, guarded, print_table, refuse
 from cluster.stored import Choice, Current, Deleted, Entry, Stored

@@ -15,9 +15,9 @@ from pyinfra.api import FunctionCommand, Host, QuoteString, StringCommand, opera
 from cluster import image as images
 from cluster import observed
 from cluster.bringing import copy_to_head
-from cluster.facts import Reaches, RegistryAnswer, program_command, source
+from cluster.facts import Reaches, RegistryAnswer, program_command
 from cluster.image import Relay
-from cluster.remote.registry import keyed
+from cluster.programs import keyed, source
 from cluster.settings import Cluster
 from cluster.shell import (
     Commands,
@@ -26,7 +26,7 @@ from cluster.shell import (
     refuse,
     shared_ports,
     streamed,
-    transfer_token,
+    transfer_secrets,
 )
 
 
@@ -169,7 +169,10 @@ def relayed(cluster: Cluster) -> Commands:
         )
         return
     wanted = relay.argument(cluster, host.name)
-    yield streamed(program_command("registry", wanted), keyed(source("registry"), transfer_token()))
+    yield streamed(
+        program_command("registry", wanted),
+        keyed(source("registry"), transfer_secrets(cluster.encrypt)),
+    )
     if host.name == cluster.head and cluster.image.archive:
         yield StringCommand("rm", "-f", images.ARCHIVE)
     observed.forget(host)

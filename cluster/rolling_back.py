@@ -17,9 +17,10 @@ from pyinfra import host, inventory, logger, state
 from pyinfra.api import Host, QuoteString, StringCommand, operation
 
 from cluster import commands, node, observed
-from cluster.facts import KnownGood, source
+from cluster.facts import KnownGood
 from cluster.node import Image
 from cluster.observed import Restored, UnreadableError
+from cluster.programs import source
 from cluster.settings import Cluster
 from cluster.shell import Commands, guarded, refuse
 

@@ -390,6 +390,8 @@ class Cluster(_Section):
     """The model: its name, or a section."""
     executor: Literal["ray", "mp"] = "ray"
     """ray, or vLLM's own --nnodes mode (mp), which needs no Ray in the image."""
+    encrypt: bool = False
+    """Whether image and model cross the fabric in TLS, for a fabric that others can listen to."""
     offline: bool | None = None
     """No download at run time; default: true, since a deploy has brought the model."""
     ssh: SshDefaults = SshDefaults()

@@ -14,7 +14,7 @@ from pyinfra.api import FunctionCommand, Host, State, StringCommand
 from pyinfra.api.arguments import CONNECTOR_ARGUMENT_KEYS
 from pyinfra.api.command import PyinfraCommand
 
-from cluster import observed
+from cluster import encryption, observed
 
 Commands = Generator[PyinfraCommand, None, None]
 Parameters = ParamSpec("Parameters")
@@ -48,9 +48,12 @@ def shared_ports(purpose: str) -> tuple[int, ...]:  # noqa: ARG001 -- another pu
 
 
 @cache
-def transfer_token() -> str:
-    """What the hosts of this run know each other by in its transfers; a new one for every run."""
-    return secrets.token_hex(16)
+def transfer_secrets(encrypt: bool) -> dict[str, str]:
+    """What the hosts of this run know each other by in its transfers; new ones for every run."""
+    known = {"token": secrets.token_hex(16)}
+    if encrypt:
+        known["certificate"] = encryption.certificate().get_secret_value()
+    return known
 
 
 def connector_arguments() -> dict[str, Any]:

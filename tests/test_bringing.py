@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.facts import source
 from cluster.load import load
 from cluster.model import hub_cache, place
-from cluster.remote.relay import keyed
 from tests.conftest import CLUSTERS, Pyinfra, Run
 from tests.fleet import Fleet
 
@@ -126,7 +124,3 @@ def test_where_the_model_is(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(BASE.replace("Qwen/Qwen2.5-7B-Instruct", "/srv/models/big/"), encoding="utf-8")
     assert place(load(path)).root == "/srv/models/big"
-
-
-def test_the_key_of_a_transfer_is_in_its_program() -> None:
-    assert '\nTOKEN = "abc123"\n' in keyed(source("relay"), "abc123")

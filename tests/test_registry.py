@@ -18,38 +18,22 @@ import socket
 import ssl
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster.remote import registry
-from cluster.remote.registry import Reference, keyed
+from cluster.encryption import certificate
+from cluster.remote import wire
+from cluster.remote.registry import loopback, upstream
+from cluster.remote.registry.source import Reference, Source
 from tests.fake_registry import FAKE_DOCKER, Image, Registry, served, sha
+from tests.started import HEAD, MIB, SECRETS, Ended, Proxy, end, free_port, start, wait_for
 
-TEXT = files("cluster.remote").joinpath("registry.py").read_text(encoding="utf-8")
-HEAD = "127.0.0.1"
 TAG = "registry.example/acme/vllm:1"
-MIB = 1 << 20
-
-
-@dataclass
-class Ended:
-    """How a program ended."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def result(self) -> dict[str, Any]:
-        """The last line."""
-        return dict(json.loads(self.out.splitlines()[-1]))
 
 
 @dataclass
@@ -59,25 +43,10 @@ class Machine:
     home: Path
     path: str
 
-    def start(self, wanted: dict[str, Any], token: str) -> subprocess.Popen[str]:
-        """Start a role as the deployment does: the text, with the token in it, over stdin."""
-        process = subprocess.Popen(
-            [sys.executable, "-", "registry", json.dumps(wanted)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={
-                "PATH": self.path,
-                "FAKE_DOCKER": str(self.home),
-                "HOME": str(self.home),
-            },
-        )
-        assert process.stdin is not None
-        process.stdin.write(keyed(TEXT, token) if token else TEXT)
-        process.stdin.close()
-        process.stdin = None
-        return process
+    def start(self, wanted: dict[str, Any], secrets: dict[str, str]) -> subprocess.Popen[str]:
+        """Start a role here."""
+        env = {"PATH": self.path, "FAKE_DOCKER": str(self.home), "HOME": str(self.home)}
+        return start("registry", wanted, secrets, env)
 
     @property
     def names(self) -> dict[str, str]:
@@ -92,17 +61,6 @@ class Machine:
         (self.home / ".docker/config.json").write_text(json.dumps({"auths": auths}))
 
 
-def end(process: subprocess.Popen[str]) -> Ended:
-    out, err = process.communicate(timeout=30)
-    return Ended(process.returncode, out, err)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HEAD, 0))
-        return int(probe.getsockname()[1])
-
-
 @dataclass
 class Site:
     """A head and workers, with the fake registry outside."""
@@ -111,7 +69,7 @@ class Site:
     path: str
     outside: Registry
     image: Image
-    token: str = "0123abc"
+    secrets: dict[str, str] = field(default_factory=lambda: dict(SECRETS))
     keys: dict[str, Any] = field(default_factory=dict)
     """For all roles."""
     ports: list[int] = field(default_factory=lambda: [free_port()])
@@ -147,7 +105,7 @@ class Site:
 
     def resolve(self, **keys: Any) -> Ended:
         wanted = {"role": "resolve", "image": self.reference, "cache": str(self.cache), **keys}
-        return end(self.head.start(wanted, ""))
+        return end(self.head.start(wanted, {}))
 
     def common(self, **keys: Any) -> dict[str, Any]:
         return {
@@ -160,12 +118,14 @@ class Site:
             {"name": f"spark-{n}", "address": f"127.0.0.{n}"} for n, _ in enumerate(self.workers, 2)
         ]
         wanted = self.common(role="serve", receivers=receivers, cache=str(self.cache))
-        return self.head.start({**wanted, **keys}, self.token)
+        return self.head.start({**wanted, **keys}, self.secrets)
 
-    def receive(self, index: int = 0, token: str = "", **keys: Any) -> subprocess.Popen[str]:
+    def receive(
+        self, index: int = 0, secrets: dict[str, str] | None = None, **keys: Any
+    ) -> subprocess.Popen[str]:
         own = {"name": f"spark-{index + 2}", "source": f"127.0.0.{index + 2}", "index": index}
         wanted = self.common(role="receive", sender="spark-1", **own)
-        return self.workers[index].start({**wanted, **keys}, token or self.token)
+        return self.workers[index].start({**wanted, **keys}, secrets or self.secrets)
 
     def run(self, **keys: Any) -> tuple[Ended, list[Ended]]:
         """Start all, wait for all."""
@@ -207,61 +167,15 @@ def site(tmp_path: Path, path: str) -> Iterator[Site]:
         yield Site(tmp_path, path, outside, image)
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 10) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "it did not come to that"
-        time.sleep(0.02)
+def flip(proxy: Proxy, position: int) -> None:
+    """Have a proxy change the byte at a position of what passes."""
 
+    def spoil(data: bytearray) -> None:
+        begin = proxy.passed - len(data)
+        if begin <= position < proxy.passed:
+            data[position - begin] ^= 1
 
-class Proxy:
-    """Stands between a receiver and the head, and does to the bytes what networks do."""
-
-    def __init__(self, to: int, address: str = "127.0.0.2") -> None:
-        self.to, self.address = to, address
-        self.passed = 0
-        self.is_frozen = False
-        self.spoil_at = -1
-        self.listener = socket.create_server((HEAD, 0))
-        self.port = int(self.listener.getsockname()[1])
-        self.sockets: list[socket.socket] = [self.listener]
-        threading.Thread(target=self.accept, daemon=True).start()
-
-    def accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self.listener.accept()
-                try:
-                    server = socket.create_connection((HEAD, self.to), 5, (self.address, 0))
-                    server.settimeout(None)
-                except OSError:
-                    client.close()
-                    continue
-                self.sockets += [client, server]
-                for pair in ((client, server), (server, client)):
-                    threading.Thread(target=self.pump, args=pair, daemon=True).start()
-
-    def pump(self, source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := bytearray(source.recv(1 << 16)):
-                while self.is_frozen:
-                    time.sleep(0.02)
-                if self.passed <= self.spoil_at < self.passed + len(data):
-                    data[self.spoil_at - self.passed] ^= 1
-                self.passed += len(data)
-                target.sendall(data)
-        while self.is_frozen:  # an end does not pass either
-            time.sleep(0.02)
-        for each in (source, target):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self.is_frozen = False
-        for each in self.sockets:
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
+    proxy.spoil = spoil
 
 
 def test_every_host_has_the_image_and_each_blob_came_from_outside_once(site: Site) -> None:
@@ -600,7 +514,7 @@ def test_receivers_that_never_come(site: Site) -> None:
 def test_a_byte_that_changes_on_the_way_is_refused(site: Site) -> None:
     site.add()
     proxy = Proxy(site.ports[0])
-    proxy.spoil_at = 2 * MIB
+    flip(proxy, 2 * MIB)
     head = site.serve()
     spoiled, other = site.receive(0, ports=[proxy.port]), site.receive(1)
     ended = end(spoiled)
@@ -647,7 +561,7 @@ def test_without_the_token_nobody_gets_anything(site: Site) -> None:
     site.add()
     head = site.serve(patience=4)
     wait_for(lambda: not site.is_clean())
-    stranger = end(site.receive(0, token="fff000", patience=1))
+    stranger = end(site.receive(0, secrets={"token": "fff000"}, patience=1))
     assert stranger.code == 1
     assert "what listens there does not let us in" in stranger.err
     peer = http.client.HTTPConnection(HEAD, site.ports[0], timeout=6)
@@ -656,7 +570,7 @@ def test_without_the_token_nobody_gets_anything(site: Site) -> None:
         peer.getresponse()
     with socket.create_connection((HEAD, site.ports[0]), 6, ("127.0.0.2", 0)) as liar:
         liar.recv(100)
-        liar.sendall(bytes(registry.NONCE + 4 + registry.PROOF))
+        liar.sendall(bytes(wire.NONCE + 4 + wire.PROOF))
         with contextlib.suppress(ConnectionError):
             assert liar.recv(100) == b""
     right = end(site.receive(1))
@@ -666,9 +580,34 @@ def test_without_the_token_nobody_gets_anything(site: Site) -> None:
 
 
 def test_a_program_without_token_does_nothing(site: Site) -> None:
-    site.token = ""
+    site.secrets = {}
     ended = end(site.receive(0))
-    assert (ended.code, ended.err) == (1, "this program was started without a token: see keyed()\n")
+    assert (ended.code, ended.err) == (
+        1,
+        "this program was started without a token: see cluster/programs.py\n",
+    )
+
+
+def test_encrypted_docker_gets_it_and_nobody_else_can_read_it(site: Site) -> None:
+    site.add()
+    encrypted = {**SECRETS, "certificate": certificate().get_secret_value()}
+    heard = {False: bytearray(), True: bytearray()}
+    for is_encrypted in (False, True):
+        site.secrets = encrypted if is_encrypted else dict(SECRETS)
+        proxy = Proxy(site.ports[0])
+        proxy.overhear = heard[is_encrypted].extend
+        head, worker, other = site.serve(), site.receive(0, ports=[proxy.port]), site.receive(1)
+        ended = [end(each) for each in (worker, other, head)]
+        proxy.close()
+        assert [(each.code, each.err) for each in ended] == [(0, "")] * 3
+        assert site.has_it()
+        for each in site.machines:
+            shutil.rmtree(each.home / "layers", ignore_errors=True)
+            (each.home / "names.json").unlink()
+    name = site.image.digest.encode()
+    assert name in heard[False]
+    assert len(heard[True]) > 3 * MIB
+    assert name not in heard[True]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
@@ -683,28 +622,30 @@ def test_other_users_of_a_host_get_nothing_from_its_port() -> None:
                 process = stack.enter_context(subprocess.Popen(argv))
                 peer, _ = server.accept()
                 with peer:
-                    assert registry.may_use(peer) is is_welcome
+                    assert loopback.may_use(peer) is is_welcome
                 assert process.wait(5) == 0
 
 
 def test_taken_ports_and_absent_addresses(site: Site) -> None:
     with socket.create_server((HEAD, site.ports[0])):
         ended = end(site.serve())
-        assert "cannot listen on 127.0.0.1: port" in ended.err
+        assert f"on 127.0.0.1 every port of {site.ports} is taken" in ended.err
         site.ports.append(free_port())
         assert site.run()[0].code == 0
     assert "this host has no address 203.0.113.9" in end(site.serve(address="203.0.113.9")).err
     ended = end(site.receive(0, source="203.0.113.9"))
     assert "this host has no address 203.0.113.9" in ended.err
     ended = end(site.receive(0, patience=0))
-    assert "cannot reach spark-1 at 127.0.0.1 from 127.0.0.2" in ended.err
+    assert "cannot reach the sender spark-1 at 127.0.0.1 from 127.0.0.2" in ended.err
 
 
 def test_two_clusters_at_the_same_time(site: Site) -> None:
     (site.folder / "second").mkdir()
-    other = Site(site.folder / "second", site.path, site.outside, site.image, token="fff")
+    other = Site(
+        site.folder / "second", site.path, site.outside, site.image, secrets={"token": "fff"}
+    )
     wanted = {**other.common(role="serve", receivers=[]), "cache": str(site.cache)}
-    heads = [site.serve(), other.head.start(wanted, other.token)]
+    heads = [site.serve(), other.head.start(wanted, other.secrets)]
     assert [end(each).code for each in (site.receive(), *heads)] == [0, 0, 0]
     assert site.has_it()
     assert other.has_it(other.head)
@@ -814,16 +755,16 @@ def test_references_are_read_as_docker_does(name: str, parts: tuple[str, str, st
 
 
 def test_mirrors_of_docker_hub_come_first() -> None:
-    found = registry.bases("docker.io", {"Mirrors": ["https://mirror.example/"]})
+    found = upstream.bases("docker.io", {"Mirrors": ["https://mirror.example/"]})
     assert found == ["https://mirror.example", "https://registry-1.docker.io"]
-    assert registry.bases("quay.example", {"Mirrors": ["https://mirror.example/"]}) == [
+    assert upstream.bases("quay.example", {"Mirrors": ["https://mirror.example/"]}) == [
         "https://quay.example"
     ]
 
 
 def test_head_that_asks_for_anything_else_gets_nothing(site: Site) -> None:
     """The head's login is for this image, not for whatever a receiver asks for."""
-    source = registry.Source(Reference.parse(TAG), "")
+    source = Source(Reference.parse(TAG), "")
     source.learn(site.image.manifest, "m")
     assert source.manifest(sha(b"other")) is None
     assert source.blob(sha(b"other")) is None

@@ -3,76 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
 import socket
 import stat
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster.remote import relay
-from cluster.remote.relay import PIECE, Manifest, RelayError, Tree, keyed
+from cluster.encryption import certificate
+from cluster.programs import source as source_text
+from cluster.remote import wire
+from cluster.remote.relay import sender as sending
+from cluster.remote.relay.manifest import PIECE, Manifest
+from cluster.remote.relay.tree import Tree, is_part
+from cluster.remote.wire import TransferError
+from tests import started
+from tests.started import HEAD, MIB, SECRETS, Ended, end, free_port, proxy, start, wait_for
 
-TEXT = files("cluster.remote").joinpath("relay.py").read_text(encoding="utf-8")
-HEAD = "127.0.0.1"
-MIB = 1 << 20
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small tmpfs")
 
 
-@dataclass
-class Ended:
-    """How a program ended."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def result(self) -> dict[str, Any]:
-        """The last line."""
-        return dict(json.loads(self.out.splitlines()[-1]))
-
-
-def start(wanted: dict[str, Any], token: str = "") -> subprocess.Popen[str]:
-    """Start a role as the deployment does: the text, with the token in it, over stdin."""
-    process = subprocess.Popen(
-        [sys.executable, "-", "relay", json.dumps(wanted)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None
-    process.stdin.write(keyed(TEXT, token) if token else TEXT)
-    process.stdin.close()
-    process.stdin = None
-    return process
-
-
-def end(process: subprocess.Popen[str]) -> Ended:
-    out, err = process.communicate(timeout=40)
-    return Ended(process.returncode, out, err)
-
-
 def role(name: str, root: Path, **keys: Any) -> Ended:
-    return end(start({"role": name, "root": str(root), **keys}))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HEAD, 0))
-        return int(probe.getsockname()[1])
+    return end(start("relay", {"role": name, "root": str(root), **keys}))
 
 
 @dataclass
@@ -81,7 +41,7 @@ class Transfer:
 
     source: Path
     targets: list[Path]
-    token: str = "0123abc"
+    secrets: dict[str, str] = field(default_factory=lambda: dict(SECRETS))
     keys: dict[str, Any] = field(default_factory=dict)
     """For both sides."""
     ports: list[int] = field(default_factory=lambda: [free_port()])
@@ -100,16 +60,18 @@ class Transfer:
             **{"role": "send", "root": str(self.source), "digest": self.digest, "address": HEAD},
             **{"ports": self.ports, "receivers": self.receivers, **self.keys, **keys},
         }
-        return start(wanted, self.token)
+        return start("relay", wanted, self.secrets)
 
-    def receive(self, index: int = 0, token: str = "", **keys: Any) -> subprocess.Popen[str]:
+    def receive(
+        self, index: int = 0, secrets: dict[str, str] | None = None, **keys: Any
+    ) -> subprocess.Popen[str]:
         own = self.receivers[index]
         wanted = {
             **{"role": "receive", "root": str(self.targets[index]), "index": index},
             **{"name": own["name"], "source": own["address"], "sender": "spark-1"},
             **{"address": HEAD, "ports": self.ports, **self.keys, **keys},
         }
-        return start(wanted, token or self.token)
+        return start("relay", wanted, secrets or self.secrets)
 
     def run(self, **keys: Any) -> tuple[Ended, list[Ended]]:
         """Start all, wait for all; `keys` are for the receivers."""
@@ -127,77 +89,6 @@ def transfer(source: Path, *targets: Path, **keys: Any) -> list[Ended]:
     return received
 
 
-class Proxy:
-    """Stands between a receiver and the sender, and does to the bytes what networks do."""
-
-    def __init__(self, to: int, address: str = "127.0.0.2", rate: float = 0) -> None:
-        self.to, self.address, self.rate = to, address, rate
-        self.passed = 0
-        self.is_frozen = False
-        self.spoil: Callable[[bytearray], None] | None = None
-        self.listener = socket.create_server((HEAD, 0))
-        self.port = int(self.listener.getsockname()[1])
-        self.sockets: list[socket.socket] = [self.listener]
-        threading.Thread(target=self.accept, daemon=True).start()
-
-    def accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self.listener.accept()
-                try:
-                    server = socket.create_connection((HEAD, self.to), 5, (self.address, 0))
-                except OSError:
-                    client.close()
-                    continue
-                self.sockets += [client, server]
-                for pair in ((client, server, False), (server, client, True)):
-                    threading.Thread(target=self.pump, args=pair, daemon=True).start()
-
-    def pump(self, source: socket.socket, sink: socket.socket, is_down: bool) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(64 << 10):
-                while self.is_frozen:
-                    time.sleep(0.05)
-                # Small chunks are the conversation; its faults are another test.
-                if is_down and len(data) > 16 << 10:
-                    self.passed += len(data)
-                    if self.rate:
-                        time.sleep(len(data) / self.rate)
-                    if self.spoil:
-                        changed = bytearray(data)
-                        self.spoil(changed)
-                        data = bytes(changed)
-                sink.sendall(data)
-        while self.is_frozen:  # a link that is cut does not tell that the other side has ended
-            time.sleep(0.05)
-        for each in (source, sink):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self.is_frozen = False
-        for each in self.sockets:
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
-
-
-@contextlib.contextmanager
-def proxy(to: int, **keys: Any) -> Iterator[Proxy]:
-    made = Proxy(to, **keys)
-    try:
-        yield made
-    finally:
-        made.close()
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 15) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "it did not happen"
-        time.sleep(0.02)
-
-
 def tree(root: Path) -> dict[str, tuple[Any, ...]]:
     """Everything below a directory: link targets, or mode, mtime and content."""
     found: dict[str, tuple[Any, ...]] = {}
@@ -213,7 +104,7 @@ def tree(root: Path) -> dict[str, tuple[Any, ...]]:
 
 def finals(root: Path) -> set[str]:
     """Names of whole files."""
-    return {name for name in tree(root) if not relay.is_part(name)}
+    return {name for name in tree(root) if not is_part(name)}
 
 
 def write(path: Path, size: int, seed: bytes = b"") -> Path:
@@ -438,7 +329,7 @@ def test_two_transfers_at_once_with_the_same_ports(tmp_path: Path) -> None:
     for name in ("one", "two"):
         write(tmp_path / name / "source" / name, 20 * MIB)
         each = Transfer(
-            tmp_path / name / "source", [tmp_path / name / "target"], f"token{name}", ports=ports
+            tmp_path / name / "source", [tmp_path / name / "target"], {"token": name}, ports=ports
         )
         running += [each.receive(), each.send()]
     ended = [end(each) for each in running]
@@ -482,24 +373,24 @@ def test_receivers_share_one_read_of_the_disk(tmp_path: Path) -> None:
 
 
 def test_the_fast_wait_for_the_slow_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    pace, passed = relay.Pace(2), threading.Event()
+    pace, passed = sending.Pace(2), threading.Event()
 
     def run_ahead(position: int) -> None:
         pace.reach(0, position)
         passed.set()
 
-    threading.Thread(target=run_ahead, args=(relay.WINDOW + 1,), daemon=True).start()
+    threading.Thread(target=run_ahead, args=(sending.WINDOW + 1,), daemon=True).start()
     assert not passed.wait(0.2)
     pace.reach(1, 1)
     assert passed.wait(2)
     # One that gets nothing for long is not waited for, and one that has ended neither.
-    monkeypatch.setattr(relay, "LAG_SECONDS", 0.2)
+    monkeypatch.setattr(sending, "LAG_SECONDS", 0.2)
     passed.clear()
-    threading.Thread(target=run_ahead, args=(10 * relay.WINDOW,), daemon=True).start()
+    threading.Thread(target=run_ahead, args=(10 * sending.WINDOW,), daemon=True).start()
     assert passed.wait(2)
-    monkeypatch.setattr(relay, "LAG_SECONDS", 60)
+    monkeypatch.setattr(sending, "LAG_SECONDS", 60)
     passed.clear()
-    threading.Thread(target=run_ahead, args=(20 * relay.WINDOW,), daemon=True).start()
+    threading.Thread(target=run_ahead, args=(20 * sending.WINDOW,), daemon=True).start()
     assert not passed.wait(0.2)
     pace.leave(1)
     assert passed.wait(2)
@@ -665,7 +556,7 @@ def test_a_disk_that_becomes_full(large: Path, tmp_path: Path) -> None:
         assert received.code == 1
         assert f"the disk became full while writing to {disk}/model" in received.err
         assert f"spark-2: the disk became full while writing to {disk}/model" in sent.err
-        assert not any(map(relay.is_part, tree(disk)))
+        assert not any(map(is_part, tree(disk)))
         (disk / "other").unlink()
         transfer(large, disk / "model")
         assert tree(disk / "model") == tree(large)
@@ -681,25 +572,75 @@ def test_a_stranger_gets_nothing(source: Path, target: Path) -> None:
         assert peer.recv(100) == b""
     # From a receiver's address, without the token.
     with socket.create_connection(place, 5, ("127.0.0.2", 0)) as peer:
-        assert len(peer.recv(100)) == 24
+        assert len(peer.recv(100)) == len(wire.GREETING) + wire.NONCE
         peer.sendall(bytes(1000))
         with contextlib.suppress(ConnectionResetError):
             assert peer.recv(100) == b""
     # More of them than may wait, all silent: the receiver comes in all the same.
     crowd = [socket.create_connection(place, 5, ("127.0.0.2", 0)) for _ in range(80)]
-    wrong = each.receive(token="wrong", patience=0.2, root=str(target) + "-wrong")
+    wrong = each.receive(secrets={"token": "wrong"}, patience=0.2, root=str(target) + "-wrong")
     ended = end(wrong)
     assert ended.code == 1
     assert "does not let us in" in ended.err
     received = end(each.receive())
     assert (received.code, received.err) == (0, "")
-    assert received.result["seconds"] < relay.GREETING_SECONDS / 2  # before they are sent away
+    assert received.result["seconds"] < wire.GREETING_SECONDS / 2  # before they are sent away
     assert tree(target) == tree(source)
     assert end(sender).code == 0
     for peer in crowd:
         peer.close()
     # No listening socket survives it.
     assert socket.socket().connect_ex(place) != 0
+
+
+ENCRYPTED = {**SECRETS, "certificate": certificate().get_secret_value()}
+
+
+def test_encrypted_everything_arrives_and_nobody_can_read_it(
+    source: Path, target: Path, tmp_path: Path
+) -> None:
+    secret = b"a line of the model that nobody else may read\n" * 40_000
+    write(source / "secret.bin", 0, secret)
+    heard: dict[bool, bytearray] = {}
+    for is_encrypted in (False, True):
+        each = Transfer(source, [tmp_path / f"{is_encrypted}"])
+        each.secrets = ENCRYPTED if is_encrypted else SECRETS
+        heard[is_encrypted] = bytearray()
+        with proxy(each.ports[0]) as between:
+            between.overhear = heard[is_encrypted].extend
+            sender, receiver = each.send(), each.receive(ports=[between.port])
+            received, sent = end(receiver), end(sender)
+        assert [(received.code, received.err), (sent.code, sent.err)] == [(0, "")] * 2
+        assert tree(each.targets[0]) == tree(source)
+        assert sent.result["sent"] == len(secret) + PIECE + 4 * MIB + 700
+    assert secret[:200] in heard[False]
+    assert len(heard[True]) > len(secret)
+    assert secret[:200] not in heard[True]
+
+
+def test_the_token_alone_is_not_enough_where_it_is_encrypted(source: Path, target: Path) -> None:
+    other = {**SECRETS, "certificate": certificate().get_secret_value()}
+    for secrets in (SECRETS, other):
+        each = Transfer(source, [target], secrets=ENCRYPTED, keys={"patience": 1})
+        sender, receiver = each.send(), each.receive(secrets=secrets)
+        received, sent = end(receiver), end(sender)
+        assert (received.code, sent.code) == (1, 1)
+        assert sent.result["sent"] == 0
+        assert not finals(target)
+
+
+def test_an_encrypted_transfer_that_goes_silent_ends(large: Path, target: Path) -> None:
+    each = Transfer(large, [target], secrets=ENCRYPTED, keys={"stall": 1})
+    with proxy(each.ports[0], rate=20e6) as between:
+        sender, receiver = each.send(), each.receive(ports=[between.port])
+        wait_for(lambda: between.passed > 5 * MIB)
+        between.is_frozen = True
+        received, sent = end(receiver), end(sender)
+    assert "nothing came from spark-1 at 127.0.0.1 for 1 s" in received.err
+    assert sent.err == "spark-2: no sign of life for 1 s\n"
+    assert not finals(target)
+    transfer(large, target)
+    assert tree(target) == tree(large)
 
 
 def test_a_receiver_has_its_own_address(source: Path, target: Path, tmp_path: Path) -> None:
@@ -716,14 +657,14 @@ def test_a_receiver_has_its_own_address(source: Path, target: Path, tmp_path: Pa
 def test_a_silent_stranger_is_sent_away(
     source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    impatient = TEXT.replace("GREETING_SECONDS = 5", "GREETING_SECONDS = 0.5")
-    monkeypatch.setattr(sys.modules[__name__], "TEXT", impatient)
+    impatient = source_text("relay").replace("GREETING_SECONDS = 5", "GREETING_SECONDS = 0.5")
+    monkeypatch.setattr(started, "source", lambda program: impatient)
     each = Transfer(source, [target])
     sender = each.send()
     place = (HEAD, each.ports[0])
     wait_for(lambda: not socket.socket().connect_ex(place))
     with socket.create_connection(place, 10, ("127.0.0.2", 0)) as peer:
-        assert len(peer.recv(100)) == 24
+        assert len(peer.recv(100)) == len(wire.GREETING) + wire.NONCE
         began = time.monotonic()
         assert peer.recv(100) == b""
         assert 0.3 < time.monotonic() - began < 2
@@ -739,7 +680,7 @@ def test_a_false_sender_is_not_believed(source: Path, target: Path) -> None:
             with contextlib.suppress(OSError):
                 while True:
                     peer, _ = false.accept()
-                    peer.sendall(relay.GREETING + bytes(16))
+                    peer.sendall(wire.GREETING + bytes(16))
                     peer.recv(52)
                     peer.sendall(bytes(32))
                     peer.close()
@@ -771,7 +712,7 @@ def test_no_sender(source: Path, target: Path) -> None:
     ended = end(each.receive(source="192.0.2.77"))
     assert "this host has no address 192.0.2.77" in ended.err
     ended = end(each.send(address="192.0.2.77"))
-    assert "cannot listen on the fabric address 192.0.2.77" in ended.err
+    assert "this host has no address 192.0.2.77: check its fabric address" in ended.err
 
 
 @pytest.mark.parametrize("change", ["truncate", "touch", "remove"])
@@ -870,14 +811,14 @@ ROW = ["x", "file", 1, 0, 0o644, "0" * 64, ""]
 )
 def test_a_manifest_that_leads_out_is_refused(row: list[Any]) -> None:
     Manifest.parse([ROW, ["a/x", "symlink", 0, 0, 0, "", "../y"]])
-    with pytest.raises(RelayError, match="leads out"):
+    with pytest.raises(TransferError, match="leads out"):
         Manifest.parse([row])
 
 
 def test_a_path_is_walked_without_links(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "out").symlink_to(tmp_path)
-    with pytest.raises(RelayError, match="is in the way"):
+    with pytest.raises(TransferError, match="is in the way"):
         Tree(str(tmp_path / "root")).open("out/file", os.O_RDWR | os.O_CREAT, make=True)
     assert not (tmp_path / "file").exists()
 
@@ -896,12 +837,9 @@ def test_progress_says_rate_and_time_left(large: Path, target: Path) -> None:
     assert sent.out.startswith("sending: ")
 
 
-def test_the_token_comes_in_the_text_and_only_there(source: Path, target: Path) -> None:
-    assert '\nTOKEN = "abc"\n' in keyed(TEXT, "abc")
-    with pytest.raises(ValueError, match="letters and digits"):
-        keyed(TEXT, '"; import os')
+def test_a_program_without_token_does_nothing(source: Path, target: Path) -> None:
     each = Transfer(source, [target], keys={"patience": 1})
-    each.token = ""
+    each.secrets = {}
     ended = end(each.send())
     assert ended.code == 1
     assert "without a token" in ended.err

@@ -11,23 +11,19 @@ the work of the programs and engines, not a network. The worker's copy is remove
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from cluster.remote.registry import keyed
+from tests.started import end, free_port, start
 
-TEXT = files("cluster.remote").joinpath("registry.py").read_text(encoding="utf-8")
 HERTZ = os.sysconf("SC_CLK_TCK")
 
 
@@ -59,34 +55,21 @@ class Bench:
         return done.stdout.strip()
 
     def start(self, engine: str, token: str, **wanted: Any) -> subprocess.Popen[str]:
-        argument = json.dumps({"image": self.image, "cache": f"{self.folder}/cache", **wanted})
-        process = subprocess.Popen(
-            [sys.executable, "-", "registry", argument],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "DOCKER_HOST": engine},
-        )
-        assert process.stdin is not None
-        process.stdin.write(keyed(TEXT, token))
-        process.stdin.close()
-        process.stdin = None
-        return process
+        argument = {"image": self.image, "cache": f"{self.folder}/cache", **wanted}
+        return start("registry", argument, {"token": token}, {**os.environ, "DOCKER_HOST": engine})
 
     def result(self, process: subprocess.Popen[str]) -> dict[str, Any]:
-        out, _ = process.communicate()
-        if process.returncode:
-            sys.exit(out)
-        self.results.append(json.loads(out.splitlines()[-1]))
-        return self.results[-1]
+        ended = end(process, seconds=3600)
+        if ended.code:
+            sys.exit(ended.out + ended.err)
+        self.results.append(ended.result)
+        return ended.result
 
     def relay(self, **source: Any) -> tuple[float, int]:
         """Run both sides; (our CPU seconds, bytes over the wire)."""
         token = secrets.token_hex(16)
         found = self.result(self.start(self.head, token, role="resolve", **source))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            ports = [probe.getsockname()[1]]
+        ports = [free_port()]
         shared = {"digest": found["digest"], "address": "127.0.0.1", "ports": ports, **source}
         receiver = {"name": "worker", "address": "127.0.0.2"}
         head = self.start(self.head, token, role="serve", tag=None, receivers=[receiver], **shared)

@@ -29,11 +29,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from cluster.remote.relay import keyed  # noqa: E402
+from cluster.encryption import certificate  # noqa: E402
+from tests.started import HEAD, MIB, end, free_port, start  # noqa: E402
 
-TEXT = (ROOT / "cluster" / "remote" / "relay.py").read_text(encoding="utf-8")
-HEAD = "127.0.0.1"
-GIB, MIB = 1 << 30, 1 << 20
+GIB = 1 << 30
 CIPHER = "aes128-gcm@openssh.com"
 """The fastest that ssh has on processors with AES instructions."""
 
@@ -55,12 +54,6 @@ class Numbers:
     def cpu_per_gib(self) -> float:
         """CPU seconds of all processes, on both sides."""
         return statistics.median(self.cpu) / (self.size / GIB)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HEAD, 0))
-        return int(probe.getsockname()[1])
 
 
 def children_cpu() -> float:
@@ -114,34 +107,24 @@ class Files:
         return sorted(path for path in self.folder.rglob("*") if path.is_file())
 
 
-def start(wanted: dict[str, Any], token: str = "") -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-", "relay", json.dumps(wanted)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None
-    process.stdin.write(keyed(TEXT, token) if token else TEXT)
-    process.stdin.close()
-    process.stdin = None
-    return process
-
-
 def result(process: subprocess.Popen[str]) -> dict[str, Any]:
-    out, _ = process.communicate()
-    if process.returncode:
-        raise SystemExit(f"a role of relay failed:\n{out}")
-    return dict(json.loads(out.splitlines()[-1]))
+    ended = end(process, seconds=3600)
+    if ended.code:
+        raise SystemExit(f"a role of relay failed:\n{ended.out}{ended.err}")
+    return ended.result
 
 
 def manifest(source: Path) -> dict[str, Any]:
-    return result(start({"role": "manifest", "root": str(source)}))
+    return result(start("relay", {"role": "manifest", "root": str(source)}))
 
 
-def relay(source: Path, targets: list[Path], **keys: Any) -> list[dict[str, Any]]:
+def relay(
+    source: Path, targets: list[Path], encrypt: bool = False, **keys: Any
+) -> list[dict[str, Any]]:
     """One transfer; results of the sender and of every receiver."""
-    token, ports = secrets.token_hex(16), [free_port()]
+    known, ports = {"token": secrets.token_hex(16)}, [free_port()]
+    if encrypt:
+        known["certificate"] = certificate().get_secret_value()
     receivers = [
         {"name": f"spark-{n}", "address": f"127.0.0.{n}"} for n in range(2, len(targets) + 2)
     ]
@@ -150,11 +133,11 @@ def relay(source: Path, targets: list[Path], **keys: Any) -> list[dict[str, Any]
     sender = {
         **{"role": "send", "root": str(source), "digest": digest, "receivers": receivers, **both}
     }
-    running = [start(sender, token)]
+    running = [start("relay", sender, known)]
     for index, (own, target) in enumerate(zip(receivers, targets, strict=True)):
         wanted = {"role": "receive", "root": str(target), "sender": "spark-1", "index": index}
         running.append(
-            start({**wanted, "name": own["name"], "source": own["address"], **both}, token)
+            start("relay", {**wanted, "name": own["name"], "source": own["address"], **both}, known)
         )
     return [result(each) for each in running]
 
@@ -242,6 +225,7 @@ class Bench:
         source = files.folder
         ways: dict[str, Callable[[], None]] = {
             "ours": lambda: self.ours(source),
+            "ours, encrypted": lambda: self.ours(source, encrypt=True),
             "rsync over ssh": lambda: rsync_ssh(source, self.target, self.keys),
             "rsync daemon": lambda: rsync_daemon(source, self.target, self.keys),
             "cat to /dev/null": lambda: cat(source, None),
@@ -290,7 +274,7 @@ class Bench:
     def eight(self, files: Files) -> dict[str, Any]:
         """What eight receivers cost the sender's disk, from a cold cache."""
         manifest(files.folder)
-        result(start({"role": "drop", "root": str(files.folder)}))
+        result(start("relay", {"role": "drop", "root": str(files.folder)}))
         targets = [self.folder / "targets" / str(n) for n in range(8)]
         began = time.monotonic()
         sender, *receivers = relay(files.folder, targets, drop_cache=True)

@@ -1,0 +1,1 @@
+"""The program that gives hosts their image from the head: see __main__.py."""
