@@ -17,8 +17,6 @@ from cluster.settings import Cluster
 
 HUB = "vllm-hub"
 """Name of the container that downloads."""
-STREAMS = 4
-"""TCP connections per receiver: one core per connection, and no gain beyond a disk's speed."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,6 @@ class Transfer:
             "manifest": self.place.manifest,
             "ports": list(self.ports),
             "address": str(cluster.head_address),
-            "streams": STREAMS,
             "drop_cache": drop_cache,
             "result": False,
             "digest": self.digest,

@@ -15,9 +15,9 @@ check     On a receiver: does `root` hold what its saved manifest says? Keys: ro
           code is 0 in every state.
 send      On the source, after `manifest`. Keys: root, manifest, digest; address (ours on the
           fabric, the only one that it binds), ports (the first that is free is taken), receivers
-          [{name, address}]; streams, patience, stall, drop_cache. Ends when every receiver is
-          done, failed, or absent for `patience` seconds. Result: sent, read (bytes from the
-          disk), receivers {name: {state (done, failed, absent), reason}}, seconds.
+          [{name, address}]; patience, stall, drop_cache. Ends when every receiver is done, failed,
+          or absent for `patience` seconds. Result: sent, read (bytes from the disk), receivers
+          {name: {state (done, failed, absent), reason}}, seconds.
 receive   On every other host, at the same time. Keys: root, manifest; name (ours), index (ours in
           the sender's list), source (our fabric address), sender (its name), address, ports;
           streams, patience, stall, drop_cache, verify (hash what is here already), delete (remove
@@ -25,10 +25,10 @@ receive   On every other host, at the same time. Keys: root, manifest; name (our
           received (bytes over the wire), kept, resent (bytes each), extra, deleted, seconds.
 drop      Drops the pages of `root` from the page cache. Result: files, bytes.
 
-Defaults: streams 4, patience 60 and stall 20 (seconds; without any sign of life the other side is
-given up), the rest false. The last line of stdout is one JSON object: the result, with cpu_seconds
-and peak_bytes, or {"error": why}; it is left out where `result` is false. Before it come lines for
-people. An error is also on stderr. Exit code 0: done. 1: not.
+Defaults: streams one per core (4 to 8), patience 60 and stall 20 (seconds; without any sign of life
+the other side is given up), the rest false. The last line of stdout is one JSON object: the result,
+with cpu_seconds and peak_bytes, or {"error": why}; it is left out where `result` is false. Before
+it come lines for people. An error is also on stderr. Exit code 0: done. 1: not.
 
 The manifest is signed with the token of the run (wire.py), so that every byte is checked against
 hashes that only the deployment's own sender can have sent. Confidentiality is the fabric's, unless

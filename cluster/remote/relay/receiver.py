@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import hmac
 import json
+import mmap
 import os
 import struct
 import threading
@@ -53,10 +54,15 @@ from cluster.remote.wire import (
     why,
 )
 
+CHUNK = 1 << 20
+"""Bytes that a stream writes at once; smaller files go through the page cache."""
+BLOCK = 4096
+"""What O_DIRECT writes are multiples of."""
 DIRTY = 8
 """Pieces of a file that may wait for the disk where the page cache is kept small."""
 SYNC_FILE_RANGE_WRITE, SYNC_FILE_RANGE_WRITE_AND_WAIT = 2, 7
-sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+libc = ctypes.CDLL(None, use_errno=True)
+sync_file_range, fallocate = getattr(libc, "sync_file_range", None), libc.fallocate
 
 
 class Incoming:
@@ -64,7 +70,8 @@ class Incoming:
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
-        self.file = -1
+        self.file = self.direct = -1
+        """The open file; and once more, past the page cache, where its file system can do that."""
         # Zeros are here already: a file grows from one large hole.
         self.missing = {
             piece
@@ -147,12 +154,29 @@ class Landing:
                 file = self.tree.open(part, os.O_RDWR | os.O_CREAT, make=True)
                 incoming.file = file
                 os.ftruncate(file, incoming.entry.size)
+                if incoming.entry.size >= CHUNK:
+                    with contextlib.suppress(OSError):
+                        incoming.direct = self.tree.open(part, os.O_RDWR | os.O_DIRECT)
+                        # Into a hole, or behind the end, ext4 takes one write at a time.
+                        for piece in sorted(incoming.missing):
+                            allocate(file, *incoming.entry.span(piece))
             return incoming.file
+
+    def write(self, incoming: Incoming, data: memoryview, offset: int) -> None:
+        """Write at an offset: whole blocks past the page cache, the rest of a file into it."""
+        whole = len(data) // BLOCK * BLOCK if incoming.direct >= 0 else 0
+        try:
+            write_all(incoming.direct, data[:whole], offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            whole = 0  # blocks of another size, or a file system that only says that it can
+        write_all(incoming.file, data[whole:], offset + whole)
 
     def written(self, incoming: Incoming, piece: int) -> None:
         """Have a piece written to the disk now, not all of a file at its end."""
         span = incoming.entry.span(piece)
-        if span[1] <= SMALL:
+        if span[1] <= SMALL or incoming.direct >= 0:
             return
         write_back(incoming.file, *span, wait=False)
         if self.drop_cache:
@@ -190,12 +214,29 @@ class Landing:
             dress(file, entry)
             self.tree.rename(part_name(entry.path), entry.path)
             os.close(file)
+            if incoming.direct >= 0:
+                os.close(incoming.direct)
 
     def abandon(self) -> None:
         """Remove what is not whole: it would keep a full disk full."""
         for incoming in self.incoming.values():
             with contextlib.suppress(OSError, TransferError):
                 self.tree.remove(part_name(incoming.entry.path))
+
+
+def allocate(file: int, offset: int, size: int) -> None:
+    """Have the disk's room for a range; raises OSError, but not where that is not known."""
+    if fallocate(file, 0, ctypes.c_int64(offset), ctypes.c_int64(size)):
+        number = ctypes.get_errno()
+        if number not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise OSError(number, os.strerror(number))
+
+
+def write_all(file: int, data: memoryview, offset: int) -> None:
+    """Write all of it."""
+    while len(data):
+        count = os.pwrite(file, data, offset)
+        offset, data = offset + count, data[count:]
 
 
 def write_back(file: int, offset: int, size: int, wait: bool) -> None:
@@ -345,7 +386,7 @@ class Receive:
     def stream(self, number: int) -> None:
         """One connection: ask for pieces, a few requests ahead, and take them."""
         link = self.dial(number)
-        buffer = memoryview(bytearray(BUFFER))
+        buffer = memoryview(mmap.mmap(-1, CHUNK))  # whole pages
         asked: collections.deque[List[Piece]] = collections.deque()
         while not self.error:
             while len(asked) < AHEAD:
@@ -363,17 +404,19 @@ class Receive:
     def piece(self, link: Link, buffer: memoryview, number: int, piece: int) -> bool:
         """Write a piece while it comes, and judge it; whether its file is complete."""
         incoming = self.landing.incoming[number]
-        file, digest = self.landing.part(incoming), hashlib.sha256()
+        self.landing.part(incoming)
+        digest = hashlib.sha256()
         offset, size = incoming.entry.span(piece)
         end = offset + size
         while offset < end:
-            view = buffer[: end - offset]
-            link.fill(view)
-            digest.update(view)
-            while len(view):
-                count = os.pwrite(file, view, offset)
-                self.progress.add(count)
-                offset, view = offset + count, view[count:]
+            chunk = buffer[: end - offset]
+            for start in range(0, len(chunk), BUFFER):
+                view = chunk[start : start + BUFFER]
+                link.fill(view)
+                digest.update(view)
+            self.landing.write(incoming, chunk, offset)
+            self.progress.add(len(chunk))
+            offset += len(chunk)
         mark = link.read(1)
         if mark == CHANGED:
             raise TransferError(

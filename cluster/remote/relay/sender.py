@@ -25,7 +25,7 @@ from cluster.remote.relay.manifest import (
     raw,
     text,
 )
-from cluster.remote.relay.protocol import AHEAD, BATCH, CHANGED, GOOD, SMALL, streams_of
+from cluster.remote.relay.protocol import AHEAD, BATCH, CHANGED, GOOD, SMALL, STREAMS
 from cluster.remote.wire import (
     BUFFER,
     CONTROL,
@@ -92,7 +92,7 @@ class Sender:
 
     def __init__(self, wanted: Dict[str, Any]) -> None:
         self.wanted, self.root = wanted, os.fsencode(wanted["root"])
-        self.streams, self.stall = streams_of(wanted), wanted.get("stall", 20)
+        self.stall = wanted.get("stall", 20)
         manifest = Manifest.load(manifest_path(wanted))
         if manifest is None or manifest.digest != wanted["digest"]:
             raise TransferError(
@@ -153,7 +153,7 @@ class Sender:
         receiver = self.receivers[index]
         if stream == CONTROL and receiver.state == "absent":
             receiver.state, receiver.reason, work = "here", "", self.converse
-        elif stream < self.streams and receiver.state == "here":
+        elif stream < STREAMS and receiver.state == "here":
             work = self.serve
         else:
             return link.peer.close()
@@ -228,7 +228,7 @@ class Sender:
     def drop_what_all_have(self) -> None:
         """Drop pages behind the slowest receiver, less what may still be on its way."""
         low = self.pace.low()
-        end = min((low or 0) - 2 * AHEAD * self.streams, self.first[-1])
+        end = min((low or 0) - 2 * AHEAD * STREAMS, self.first[-1])
         while self.dropped < end:
             index = bisect.bisect_right(self.first, self.dropped) - 1
             last = min(end, self.first[index + 1])
