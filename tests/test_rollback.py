@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import stat
 import subprocess
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from cluster import rolling_back
+from cluster import node, rolling_back
+from cluster.load import load
+from cluster.node import Image, Versions
 from cluster.settings import Cluster
 from tests.conftest import CLUSTERS, Pyinfra
 from tests.fleet import Fleet, fake
@@ -38,6 +41,21 @@ def variant(folder: Path, *lines: str) -> Path:
     path = folder / "cluster.yaml"
     path.write_text("\n".join([BASE, *lines]), encoding="utf-8")
     return path
+
+
+def test_a_deployment_is_identified_once_for_all_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, rendered = load(CLUSTERS / "two-hosts.yaml"), []
+
+    def render(*arguments: Any) -> node.Node:
+        rendered.append(arguments)
+        return real(*arguments)
+
+    real = node.render
+    monkeypatch.setattr(node, "render", render)
+    image = Image("sha256:1", Versions("3.12.9", "0.17.1", "2.48.0", "2.9.0"))
+    # pyinfra copies the data of a host at every access.
+    found = {rolling_back.identity(copy.copy(cluster), image) for _ in cluster.nodes}
+    assert (len(found), len(rendered)) == (1, len(cluster.nodes))
 
 
 def test_a_deploy_that_served_is_kept_once(run: Pyinfra, fleet: Fleet, tmp_path: Path) -> None:
