@@ -233,7 +233,7 @@ def _ssh(each: Host, names: dict[str, str]) -> dict[str, str | int]:
     """How ssh reaches a host, as far as a deployment would not know it by itself.
 
     ~/.ssh/config applies to a deployment, too, except that a jump through another host of the
-    cluster is better written down: see jump.py.
+    cluster is better written down: see transport.py.
     """
     given = each.data.get("ssh_config_file")
     short = each.name.rpartition("/")[2]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cluster.jump import Channel, Prompt
 from cluster.settings import Cluster
 from cluster.ssh import ssh_config, strictness
+from cluster.transport import Channel, Transports
 
 SSH_CONFIG = Path(".cluster/ssh_config")
 """Written beside the deploy files for people (ssh -F), ignored by git."""
@@ -18,15 +18,14 @@ HostData = tuple[str, dict[str, Any]]
 def groups(cluster: Cluster) -> tuple[list[HostData], list[HostData]]:
     """Return the hosts of the groups head and workers; writes .cluster/ssh_config."""
     _write_ssh_config(cluster)
-    prompt = Prompt()
-    hosts = {name: _host_data(cluster, name, prompt) for name in cluster.nodes}
+    hosts = {name: _host_data(cluster, name) for name in cluster.nodes}
     return [(cluster.head, hosts[cluster.head])], [(name, hosts[name]) for name in cluster.workers]
 
 
-def _host_data(cluster: Cluster, name: str, prompt: Prompt) -> dict[str, Any]:
+def _host_data(cluster: Cluster, name: str) -> dict[str, Any]:
     ssh = cluster.ssh_of(name)
     address, port = str(ssh.address), ssh.port or 22
-    options: dict[str, Any] = {"transport_factory": prompt}
+    options: dict[str, Any] = {"transport_factory": Transports(name)}
     data: dict[str, Any] = {
         "cluster": cluster,
         "ssh_hostname": address,

@@ -1,9 +1,10 @@
-"""ssh to a host that only another host of the cluster can reach, through pyinfra's own connection.
+"""pyinfra's ssh connections: prompt, given up when a host is silent, and through another host.
 
-pyinfra's ProxyJump opens one more connection to the jump host for every host behind it: sshd drops
-them at random beyond ten at a time (MaxStartups), its host keys are checked by other rules, and
-Nagle's algorithm delays every command by 40 ms. A channel of the connection that is there already
-has none of this.
+A host that only another host of the cluster can reach is reached by a channel of the connection
+that is there already. pyinfra's ProxyJump opens one more connection to the jump host for every
+host behind it: sshd drops them at random beyond ten at a time (MaxStartups), its host keys are
+checked by other rules, and Nagle's algorithm delays every command by 40 ms. A channel has none of
+this.
 """
 
 from __future__ import annotations
@@ -14,24 +15,70 @@ import time
 from typing import Any
 
 import paramiko
-from pyinfra import inventory, state
+from pyinfra import inventory, logger, state
 from pyinfra.api import Host
 
+ASK_SECONDS = 15
+"""Between two requests for a sign of life."""
+SILENCE_SECONDS = 45
+"""How long a host may take for one; more than a machine that swaps needs."""
 _connecting = threading.Lock()  # gevent has patched it: it stops one greenlet, not all
 
 
-class Prompt:
-    """A paramiko transport whose small packets leave at once."""
+class Transports:
+    """Makes paramiko's transports to one host."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def __call__(self, sock: Any, **options: Any) -> paramiko.Transport:
         """Return a transport over `sock`: a TCP socket, or a channel through another host."""
         if isinstance(sock, socket.socket):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return paramiko.Transport(sock, **options)
+        return Transport(self.name, sock, **options)
 
     def to_json(self) -> str:
         """For pyinfra's debug-inventory."""
-        return "TCP_NODELAY"
+        return f"TCP_NODELAY, silent for at most {ASK_SECONDS + SILENCE_SECONDS} s"
+
+
+class Transport(paramiko.Transport):
+    """Closes itself when its host gives no sign of life: pyinfra alone would wait for ever.
+
+    A host that loses its power, or a cut link, sends nothing that would end a connection.
+    """
+
+    def __init__(self, name: str, sock: Any, **options: Any) -> None:
+        self.name_of_host = name
+        self.is_watched = False
+        super().__init__(sock, **options)
+
+    def open_session(self, *args: Any, **options: Any) -> paramiko.Channel:
+        """Open a channel for a command; the first one begins the watch."""
+        if not self.is_watched:
+            self.is_watched = True
+            threading.Thread(target=self._watch, daemon=True).start()
+        return super().open_session(*args, **options)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(ASK_SECONDS)
+            if not self.is_active():
+                return
+            # sshd answers whatever it is asked; paramiko's own keepalive does not wait for that.
+            asked = threading.Thread(
+                target=self.global_request, args=("keepalive@openssh.com",), daemon=True
+            )
+            asked.start()
+            asked.join(SILENCE_SECONDS)
+            if asked.is_alive() and self.is_active():
+                logger.error(
+                    f"[{self.name_of_host}] no sign of life for {SILENCE_SECONDS} s: the host is "
+                    "down, or the link to it is cut. The same command again goes on from what is "
+                    "there."
+                )
+                self.close()
+                return
 
 
 class Channel:
