@@ -8,7 +8,7 @@ without any one of them the group hangs or dies: the process table (Ray finds it
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 from cluster.environment import CONTAINER_CACHE
 from cluster.settings import Cluster, flag_arguments
@@ -24,6 +24,13 @@ WATCHDOG = "vllm-watchdog"
 """Name of the timer and its service on the head."""
 WATCHDOG_STATE = f"/run/{WATCHDOG}/state.json"
 """What the watchdog remembers and last found; gone after a reboot."""
+RANKS = "vllm-ranks"
+"""Name of the timer and its service that watch over a group with executor mp, on every host."""
+RANKS_STATE = f"/run/{RANKS}/state.json"
+"""What the head's has seen of the ranks; gone after a reboot."""
+CALLS_FROM = (512, 1023)
+"""Ports from which a rank that waits calls its head: the kernel gives them to none that does not
+ask for them, so that they tell it from a rank that runs. Only root may ask."""
 CLUSTER_LABEL = "multinode-vllm.cluster"
 DEFINITION_LABEL = "multinode-vllm.definition"
 
@@ -137,8 +144,8 @@ def completion(cluster: Cluster, deadline: int, max_tokens: int) -> dict[str, An
     }
 
 
-def drain(cluster: Cluster, refuses: bool) -> list[str]:
-    """What stops vllm serve on the head.
+def drain(cluster: Cluster, refuses: bool, role: Literal["drain", "open"] = "drain") -> list[str]:
+    """What stops vllm serve on the head, or makes up for a stop that was killed.
 
     refuses: this vLLM knows --shutdown-timeout
     """
@@ -150,7 +157,7 @@ def drain(cluster: Cluster, refuses: bool) -> list[str]:
         "drain": cluster.deadlines.drain,
         "stop": cluster.deadlines.stop,
     }
-    return _program(cluster, "drain", wanted)
+    return _program(cluster, "drain", wanted, role)
 
 
 def _api_host(cluster: Cluster) -> str:
@@ -177,27 +184,33 @@ def watchdog(cluster: Cluster) -> list[str]:
 
 def gather(cluster: Cluster, name: str) -> list[str]:
     """What the unit of node `name` brings the ranks together with before each start."""
-    workers = {str(cluster.address(worker)): worker for worker in cluster.workers}
-    wanted = {
-        "port": cluster.serve.rendezvous_port,
-        "head": str(cluster.head_address),
-        "deadline": cluster.deadlines.boot,
-    }
+    wanted: dict[str, Any] = {**_meeting(cluster), "deadline": cluster.deadlines.boot}
     if name == cluster.head:
-        return _program(cluster, "gather", wanted | {"workers": workers}, "head")
-    return _program(cluster, "gather", wanted | {"source": str(cluster.address(name))}, "worker")
+        return _program(cluster, "gather", wanted | {"workers": _workers(cluster)}, "head")
+    wanted |= {"source": str(cluster.address(name)), "calls_from": CALLS_FROM}
+    return _program(cluster, "gather", wanted, "worker")
 
 
-def watch_rank(cluster: Cluster, name: str) -> list[str]:
-    """What the watchdog's service of a worker runs with executor mp."""
-    wanted = {
-        "port": cluster.serve.rendezvous_port,
-        "head": str(cluster.head_address),
-        "source": str(cluster.address(name)),
+def watch_ranks(cluster: Cluster, name: str) -> list[str]:
+    """What looks on node `name` whether the group that its rank belongs to still stands."""
+    wanted: dict[str, Any] = {
+        **_meeting(cluster),
         "unit": f"{SERVE}.service",
         "container": SERVE,
     }
-    return _program(cluster, "gather", wanted, "watch")
+    if name == cluster.head:
+        own = {"workers": _workers(cluster), "calls_from": CALLS_FROM, "state": RANKS_STATE}
+        return _program(cluster, "gather", wanted | own, "watch-head")
+    wanted |= {"source": str(cluster.address(name))}
+    return _program(cluster, "gather", wanted, "watch-worker")
+
+
+def _meeting(cluster: Cluster) -> dict[str, Any]:
+    return {"port": cluster.serve.rendezvous_port, "head": str(cluster.head_address)}
+
+
+def _workers(cluster: Cluster) -> dict[str, str]:
+    return {str(cluster.address(worker)): worker for worker in cluster.workers}
 
 
 def ray_nodes(cluster: Cluster, deadline: int) -> list[str]:

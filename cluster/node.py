@@ -15,13 +15,16 @@ from cluster import commands
 from cluster.environment import env_file, node_environment, secret_environment
 from cluster.programs import source
 from cluster.settings import Cluster
-from cluster.units import UNIT_DIRECTORY, ray_unit, serve_unit, watchdog_units
+from cluster.units import UNIT_DIRECTORY, ranks_units, ray_unit, serve_unit, watchdog_units
 
 IMAGE_HEADER = "image "
 PROGRAMS = ("reach", "ray_nodes", "gather", "completion", "watchdog", "drain")
 """The programs of remote/ that units run, as files on the hosts."""
 WATCHDOG_TIMER = f"{commands.WATCHDOG}.timer"
-UNITS = (commands.RAY, commands.SERVE, commands.WATCHDOG, WATCHDOG_TIMER)
+RANKS_TIMER = f"{commands.RANKS}.timer"
+TIMERS = (WATCHDOG_TIMER, RANKS_TIMER)
+"""Those among UNITS that start the others, again and again."""
+UNITS = (commands.RAY, commands.SERVE, commands.WATCHDOG, commands.RANKS, *TIMERS)
 """Every unit that a deployment may have written on a host, whatever its role."""
 
 
@@ -91,9 +94,18 @@ def containers(cluster: Cluster, name: str) -> list[str]:
     return [commands.RAY, commands.SERVE] if name == cluster.head else [commands.RAY]
 
 
-def is_watched(cluster: Cluster, name: str) -> bool:
-    """Whether node `name` has a watchdog: the head, and with executor mp every worker."""
-    return cluster.watchdog.enabled and (name == cluster.head or cluster.executor == "mp")
+def timers(cluster: Cluster, name: str) -> list[str]:
+    """The timers of node `name`.
+
+    The watchdog is the head's. The watch over the ranks is every host's: without Ray it alone
+    makes a group of several start anew as a group, so that no setting turns it off.
+    """
+    found = []
+    if cluster.watchdog.enabled and name == cluster.head:
+        found.append(WATCHDOG_TIMER)
+    if cluster.executor == "mp" and cluster.workers:
+        found.append(RANKS_TIMER)
+    return found
 
 
 def paths(cluster: Cluster) -> list[str]:
@@ -141,11 +153,13 @@ def render(cluster: Cluster, name: str, image: Image) -> Node:
             rendered.append(_program(cluster, "drain"))
         if cluster.executor == "mp" and cluster.workers:
             rendered.append(_program(cluster, "gather"))
-    if is_watched(cluster, name):
-        if name == cluster.head:
-            rendered += [_program(cluster, "completion"), _program(cluster, "watchdog")]
-        units = watchdog_units(cluster, name)
-        rendered += [File(unit_path(unit), text) for unit, text in units.items()]
+    units: dict[str, str] = {}
+    if WATCHDOG_TIMER in timers(cluster, name):
+        rendered += [_program(cluster, "completion"), _program(cluster, "watchdog")]
+        units |= watchdog_units(cluster)
+    if RANKS_TIMER in timers(cluster, name):
+        units |= ranks_units(cluster, name)
+    rendered += [File(unit_path(unit), text) for unit, text in units.items()]
     return Node(name, tuple(rendered), definitions)
 
 

@@ -261,17 +261,20 @@ def running(cluster: Cluster, unit: str, ready: str, deadline: int) -> Commands:
 
 @operation()
 @guarded
-def watched() -> Commands:
-    """Have the watchdog's timer running on this host."""
-    timer = node.WATCHDOG_TIMER
+def watched(timers: list[str]) -> Commands:
+    """Have timers running on this host.
+
+    + timers: of node.TIMERS
+    """
     found = observed.look(host)
-    is_on = found.unit(timer, "ActiveState") == "active"
-    is_enabled = found.unit(timer, "UnitFileState") == "enabled"
-    if is_on and is_enabled:
-        host.noop("the watchdog is as it should be")
-        return
-    yield StringCommand("systemctl", "enable", "--quiet", "--now", timer)
-    observed.forget(host)
+    for timer in timers:
+        is_on = found.unit(timer, "ActiveState") == "active"
+        is_enabled = found.unit(timer, "UnitFileState") == "enabled"
+        if is_on and is_enabled:
+            host.noop(f"{timer} is as it should be")
+            continue
+        yield StringCommand("systemctl", "enable", "--quiet", "--now", timer)
+        observed.forget(host)
 
 
 @operation()
@@ -398,18 +401,29 @@ def _status(cluster: Cluster) -> Status:
             if name in found
         ],
         ray=head.report.ray if head and head.report else None,
-        watchdog=_watchdog_status(cluster, head) if head else "not asked",
+        watchdog=_watchdog_status(cluster, found),
         answer=answer,
     )
 
 
-def _watchdog_status(cluster: Cluster, found: HostState) -> str:
+def _watchdog_status(cluster: Cluster, found: dict[str, HostState]) -> str:
+    said = _token_status(cluster, found[cluster.head]) if cluster.head in found else "not asked"
+    blind = [
+        name
+        for name, state in found.items()
+        if node.RANKS_TIMER in node.timers(cluster, name)
+        and state.unit(node.RANKS_TIMER, "ActiveState") != "active"
+    ]
+    return said + (f"; nothing watches over the ranks on {', '.join(blind)}" if blind else "")
+
+
+def _token_status(cluster: Cluster, head: HostState) -> str:
     if not cluster.watchdog.enabled:
         return "off, by cluster.yaml"
-    if found.unit(node.WATCHDOG_TIMER, "ActiveState") != "active":
+    if head.unit(node.WATCHDOG_TIMER, "ActiveState") != "active":
         return "not running"
     try:
-        last = json.loads(found.watchdog)
+        last = json.loads(head.watchdog)
     except ValueError:
         return "on, has not asked yet"
     restarts = len(last.get("restarts", []))

@@ -11,8 +11,8 @@ from cluster import commands
 from cluster.settings import Cluster
 
 UNIT_DIRECTORY = "/etc/systemd/system"
-WATCH_RANK_SECONDS = 5
-"""Between two looks of a worker at its rank: the group stands still until then."""
+WATCH_RANKS_SECONDS = 5
+"""Between two looks at the ranks of a group: one that has lost a rank stands still until then."""
 BACK_OFF_STEPS = 4
 """Restarts after which the delay between two has grown to its longest."""
 _PLAIN = re.compile(r"[A-Za-z0-9@_+=:,./-]+")
@@ -57,13 +57,16 @@ def serve_unit(cluster: Cluster, name: str, run: list[str], drains: bool) -> str
     drains: this vLLM knows how to let running requests finish when it is stopped.
     """
     is_head = name == cluster.head
-    stop = commands.drain(cluster, drains) if is_head and cluster.deadlines.drain else None
+    is_drained = is_head and bool(cluster.deadlines.drain)
+    stop = commands.drain(cluster, drains) if is_drained else None
+    prepare = [commands.drain(cluster, drains, "open")] if is_drained and not drains else None
     if cluster.executor == "mp":
         return _unit(
             cluster,
             f"vllm serve of cluster {cluster.name}, node rank {cluster.nodes.index(name)}",
             container=commands.SERVE,
             run=run,
+            prepare=prepare,
             wait=commands.gather(cluster, name) if cluster.workers else None,
             stop=stop,
         )
@@ -72,27 +75,51 @@ def serve_unit(cluster: Cluster, name: str, run: list[str], drains: bool) -> str
         f"vllm serve of cluster {cluster.name}",
         container=commands.SERVE,
         run=run,
+        prepare=prepare,
         wait=commands.ray_nodes_at_boot(cluster),
         stop=stop,
         relations=[f"After={commands.RAY}.service", f"PartOf={commands.RAY}.service"],
     )
 
 
-def watchdog_units(cluster: Cluster, name: str) -> dict[str, str]:
-    """vllm-watchdog.service and its timer on node `name`, by file name.
+def watchdog_units(cluster: Cluster) -> dict[str, str]:
+    """vllm-watchdog.service and its timer, which ask on the head for a token; by file name."""
+    return _repeated(
+        commands.WATCHDOG,
+        f"Ask vllm serve of cluster {cluster.name} for a token",
+        every=cluster.watchdog.every,
+        run=commands.watchdog(cluster),
+        options=_remembers(commands.WATCHDOG),
+        deadline=cluster.watchdog.deadline + 60,
+    )
 
-    On the head it asks for a token. With executor mp it looks on the workers whether their rank
-    still belongs to the group.
+
+def ranks_units(cluster: Cluster, name: str) -> dict[str, str]:
+    """vllm-ranks.service and its timer on node `name`, by file name.
+
+    They look with executor mp whether the ranks still belong together, and end this one if not.
     """
-    if name == cluster.head:
-        what = f"Ask vllm serve of cluster {cluster.name} for a token"
-        every, run = cluster.watchdog.every, commands.watchdog(cluster)
-        own = [f"RuntimeDirectory={commands.WATCHDOG}", "RuntimeDirectoryPreserve=yes"]
-    else:
-        what = f"See whether this rank of cluster {cluster.name} belongs to the group"
-        every, run = WATCH_RANK_SECONDS, commands.watch_rank(cluster, name)
+    is_head = name == cluster.head
+    whose = "all ranks belong" if is_head else "this rank belongs"
+    return _repeated(
+        commands.RANKS,
+        f"See whether {whose} to the group of cluster {cluster.name}",
+        every=WATCH_RANKS_SECONDS,
+        run=commands.watch_ranks(cluster, name),
         # Every five seconds three lines that say nothing would bury the others.
-        own = ["LogLevelMax=notice"]
+        options=[*(_remembers(commands.RANKS) if is_head else []), "LogLevelMax=notice"],
+        deadline=60,
+    )
+
+
+def _remembers(unit: str) -> list[str]:
+    return [f"RuntimeDirectory={unit}", "RuntimeDirectoryPreserve=yes"]
+
+
+def _repeated(
+    name: str, what: str, *, every: int, run: list[str], options: list[str], deadline: int
+) -> dict[str, str]:
+    """A service and the timer that starts it `every` seconds; it may take `deadline` seconds."""
     service = [
         "# Written by multinode-vllm; change cluster.yaml and deploy instead of this file.",
         "[Unit]",
@@ -102,8 +129,8 @@ def watchdog_units(cluster: Cluster, name: str) -> dict[str, str]:
         "[Service]",
         "Type=oneshot",
         f"ExecStart={exec_line(run)}",
-        *own,
-        f"TimeoutStartSec={cluster.watchdog.deadline + 60}",
+        *options,
+        f"TimeoutStartSec={deadline}",
     ]
     timer = [
         "# Written by multinode-vllm; change cluster.yaml and deploy instead of this file.",
@@ -119,8 +146,8 @@ def watchdog_units(cluster: Cluster, name: str) -> dict[str, str]:
         "WantedBy=timers.target",
     ]
     return {
-        f"{commands.WATCHDOG}.service": "\n".join(service) + "\n",
-        f"{commands.WATCHDOG}.timer": "\n".join(timer) + "\n",
+        f"{name}.service": "\n".join(service) + "\n",
+        f"{name}.timer": "\n".join(timer) + "\n",
     }
 
 

@@ -1,4 +1,4 @@
-"""Start vllm serve: on the head, or with executor mp one rank on every host; then its watchdog."""
+"""Start vllm serve: on the head, or with executor mp one rank on every host; then what watches."""
 
 from pyinfra import host
 
@@ -15,5 +15,6 @@ if commands.SERVE in node.containers(cluster, host.name):
         deadline=cluster.deadlines.serve,
     )
 
-if node.is_watched(cluster, host.name):
-    operations.watched(name="Start the watchdog")
+timers = node.timers(cluster, host.name)
+if timers:
+    operations.watched(name="Start the watchdog", timers=timers)

@@ -16,11 +16,11 @@ operations.seen(name="Read what runs")
 
 if host.name == cluster.head:
     operations.stopped(
-        name="Stop vllm serve and its watchdog", units=[node.WATCHDOG_TIMER, commands.SERVE]
+        name="Stop vllm serve and its watchdog", units=[*node.TIMERS, commands.SERVE]
     )
 elif cluster.executor == "mp":
     operations.stopped(
-        name="Stop the other ranks of vllm serve", units=[node.WATCHDOG_TIMER, commands.SERVE]
+        name="Stop the other ranks of vllm serve", units=[*node.TIMERS, commands.SERVE]
     )
 
 if host.name != cluster.head:
