@@ -20,16 +20,19 @@ PROGRAM = Path(__file__).parent.parent / "cluster" / "remote" / "drain.py"
 class Server(BaseHTTPRequestHandler):
     """/metrics of vLLM."""
 
+    protocol_version = "HTTP/1.1"
     counts: list[int]
 
     def do_GET(self) -> None:
         count = self.counts.pop(0) if len(self.counts) > 1 else self.counts[0]
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(
+        body = (
             f'vllm:num_requests_running{{model_name="m"}} {count}.0\n'
-            'vllm:num_requests_waiting{model_name="m"} 0.0\n'.encode()
-        )
+            'vllm:num_requests_waiting{model_name="m"} 0.0\n'
+        ).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
     def log_message(self, *arguments: Any) -> None:
         pass
@@ -44,19 +47,20 @@ def server() -> Iterator[HTTPServer]:
 
 
 def drain(
-    folder: Path, port: int, docker: str = "exit 0", **more: Any
+    folder: Path, port: int, docker: str = "exit 0", role: str = "drain", **more: Any
 ) -> tuple[str, list[str], float]:
-    """Return (what it says, its docker commands, seconds)."""
-    fake = folder / "docker"
-    fake.write_text(f'#!/bin/sh\necho "$@" >> "$(dirname "$0")/calls"\n{docker}\n')
-    fake.chmod(0o755)
+    """Return (what it says, its docker and iptables commands, seconds)."""
+    for name, does in (("docker", docker), ("iptables", FAKE_IPTABLES)):
+        fake = folder / name
+        fake.write_text(f'#!/bin/sh\ncd "$(dirname "$0")"\necho "{name} $*" >> calls\n{does}\n')
+        fake.chmod(0o755)
     wanted = {
         **{"container": "vllm-serve", "host": "127.0.0.1", "port": port},
         **{"refuses": True, "drain": 5, "stop": 60, **more},
     }
     began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), "drain", json.dumps(wanted)],
+        [sys.executable, str(PROGRAM), role, json.dumps(wanted)],
         capture_output=True,
         text=True,
         check=True,
@@ -64,6 +68,15 @@ def drain(
         env={"PATH": f"{folder}:/usr/bin:/bin"},
     )
     return done.stdout, (folder / "calls").read_text().splitlines(), time.monotonic() - began
+
+
+FAKE_IPTABLES = """
+case "$3" in
+-I) touch rule ;;
+-D) rm rule ;;
+esac 2>/dev/null
+"""
+DOOR = "-p tcp --dport {} --syn -m comment --comment vllm serve is being stopped -j REJECT"
 
 
 def test_it_waits_for_the_running_requests(tmp_path: Path, server: HTTPServer) -> None:
@@ -74,7 +87,7 @@ def test_it_waits_for_the_running_requests(tmp_path: Path, server: HTTPServer) -
         "1 requests still run",
         "no request runs",
     ]
-    assert calls == ["kill --signal=TERM vllm-serve", "stop -t 5 vllm-serve"]
+    assert calls == ["docker kill --signal=TERM vllm-serve", "docker stop -t 5 vllm-serve"]
     assert 1 < seconds < 4
 
 
@@ -82,7 +95,7 @@ def test_a_deadline_ends_the_wait(tmp_path: Path, server: HTTPServer) -> None:
     Server.counts = [1]
     said, calls, _ = drain(tmp_path, server.server_port, drain=1)
     assert "requests still run after 1 s" in said
-    assert calls[-1] == "stop -t 5 vllm-serve"
+    assert calls[-1] == "docker stop -t 5 vllm-serve"
 
 
 def test_a_container_that_has_ended_by_itself_is_not_waited_for(
@@ -91,18 +104,36 @@ def test_a_container_that_has_ended_by_itself_is_not_waited_for(
     Server.counts = [1]
     said, calls, seconds = drain(tmp_path, server.server_port, docker="exit 1")
     assert said == ""
-    assert calls == ["kill --signal=TERM vllm-serve"]
+    assert calls == ["docker kill --signal=TERM vllm-serve"]
     assert seconds < 1
 
 
 def test_a_dead_server_is_not_waited_for(tmp_path: Path) -> None:
     said, calls, seconds = drain(tmp_path, 9)
     assert said == "the server does not answer\n"
-    assert calls[-1] == "stop -t 5 vllm-serve"
+    assert calls[-1] == "docker stop -t 5 vllm-serve"
     assert seconds < 1
 
 
-def test_an_older_vllm_is_stopped_only_when_it_is_idle(tmp_path: Path, server: HTTPServer) -> None:
-    Server.counts = [1, 0]
+def test_an_older_vllm_is_stopped_when_it_is_idle_and_nobody_comes_in_meanwhile(
+    tmp_path: Path, server: HTTPServer
+) -> None:
+    Server.counts = [1, 1, 0]
     _, calls, _ = drain(tmp_path, server.server_port, refuses=False)
-    assert calls == ["stop -t 60 vllm-serve"]
+    door = DOOR.format(server.server_port)
+    assert [" ".join(call.split()[:5]) for call in calls] == [
+        "iptables -w 5 -I INPUT",
+        "docker stop -t 60 vllm-serve",
+        "iptables -w 5 -D INPUT",
+    ]
+    assert door in calls[0]
+    assert door in calls[2]
+    assert not (tmp_path / "rule").exists()
+
+
+def test_what_a_killed_drain_has_closed_is_opened_at_the_next_start(tmp_path: Path) -> None:
+    (tmp_path / "rule").touch()
+    said, calls, _ = drain(tmp_path, 8000, role="open", refuses=False)
+    assert "a former drain was killed" in said
+    assert len(calls) == 2
+    assert not (tmp_path / "rule").exists()
