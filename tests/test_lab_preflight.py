@@ -205,11 +205,12 @@ def test_no_sudo_and_no_one_to_ask(lab: Lab) -> None:
 
 
 def test_a_host_without_python(lab: Lab) -> None:
-    lab.exec("spark-2", "chmod", "0", "/usr/bin/python3.11")
+    python = lab.exec("spark-2", "readlink", "-f", "/usr/bin/python3").strip()
+    lab.exec("spark-2", "chmod", "0", python)
     try:
         result = preflight()
     finally:
-        lab.exec("spark-2", "chmod", "0755", "/usr/bin/python3.11")
+        lab.exec("spark-2", "chmod", "0755", python)
     shows(result, "probe-failed", "the host needs Python 3")
 
 

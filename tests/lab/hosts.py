@@ -20,6 +20,9 @@ CLIENT_KEY = SSH_FOLDER / "id_ed25519"
 KNOWN_HOSTS = SSH_FOLDER / "known_hosts"
 SSH_CONFIG = SSH_FOLDER / "config"
 
+RELEASES = ("bookworm", "trixie")
+"""Debian 12 (systemd 252, Docker 20.10) and 13 (systemd 257, Docker 26): the hosts take turns."""
+
 _OFFICE_GATEWAY = "10.1.230.1"
 
 
@@ -30,6 +33,8 @@ class Host:
     name: str
     fabric: str
     office: str | None
+    release: str
+    """Code name of its Debian."""
 
     @property
     def interfaces(self) -> str:
@@ -49,7 +54,12 @@ class Host:
 def hosts(count: int) -> list[Host]:
     """The first `count` hosts: spark-1 with both networks, the others with the fabric alone."""
     return [
-        Host(f"spark-{i}", f"192.168.200.{11 + i}", "10.1.230.180" if i == 1 else None)
+        Host(
+            f"spark-{i}",
+            f"192.168.200.{11 + i}",
+            "10.1.230.180" if i == 1 else None,
+            RELEASES[(i - 1) % len(RELEASES)],
+        )
         for i in range(1, count + 1)
     ]
 
@@ -79,7 +89,7 @@ def write_ssh_files(members: list[Host]) -> None:
 
 
 def host_files(host: Host) -> bytes:
-    """A tar archive, rooted at /, of what makes a host of the common image this one."""
+    """A tar archive, rooted at /, of what makes a host of its release's image this one."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
 

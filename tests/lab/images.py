@@ -1,4 +1,4 @@
-"""What the lab's hosts run: the host image, the vLLM image and a tiny model, each made once.
+"""What the lab's hosts run: the host images, the vLLM image and a tiny model, each made once.
 
 Everything is named by a hash of what it is made from, so an unchanged input is never built again
 and a changed one always is.
@@ -10,6 +10,7 @@ import platform
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,8 +24,8 @@ LABEL = "mnvllm.lab=1"
 _HERE = Path(__file__).parent
 _HOST = _HERE / "host"
 _VLLM = _HERE / "vllm"
-_DEBIAN = "bookworm"
-_PYTHON = "3.11"  # Debian bookworm's
+_VLLM_RELEASE = "bookworm"  # of the vLLM image's Debian, which knows nothing of its host's
+_PYTHON = "3.11"  # that release's
 
 # Python packages that vLLM asks for and never imports here, and parts of others only needed to
 # compile against them or to test them: 2 GB. The torch companions would not even load beside a
@@ -40,11 +41,14 @@ _UNUSED = """
 _LAYERS = {"torch": ("torch",), "vllm": ("vllm", "llvmlite", "numpy"), "ray": ("ray",)}
 
 
-def host_image(engine: Engine) -> str:
-    """The image of a lab host (and of the registry), built unless the engine has it."""
-    tag = f"{NAME}-host:{_hash(_HOST)}"
+_ONE_BASE = threading.Lock()
+
+
+def host_image(engine: Engine, release: str) -> str:
+    """The image of a lab host with that Debian (and of the registry), built unless it is there."""
+    tag = f"{NAME}-host:{release}-{_hash(_HOST)}"
     if not _present(engine, tag):
-        _build(engine, tag, _HOST, _base_image(engine))
+        _build(engine, tag, _HOST, _base_image(engine, release))
     return tag
 
 
@@ -62,8 +66,10 @@ def vllm_image(engine: Engine) -> str:
             (context / layer).mkdir()
             for package in packages:
                 (context / "site" / package).rename(context / layer / package)
-        _build(engine, tag, context, _base_image(engine))
+        _build(engine, tag, context, _base_image(engine, _VLLM_RELEASE))
         shutil.rmtree(context)
+        # The older builder leaves the first stage of a build behind as an image.
+        engine.docker("image", "prune", "-f", "--filter", "label=mnvllm.lab.stage", timeout=120)
     return tag
 
 
@@ -82,28 +88,35 @@ def tiny_model(engine: Engine, image: str) -> Path:
     return archive
 
 
-def _base_image(engine: Engine) -> str:
-    tag = f"{NAME}-base:{_DEBIAN}"
-    if _present(engine, tag):
-        return tag
-    hub = f"debian:{_DEBIAN}-slim"
-    try:
-        engine.docker("pull", "-q", hub, timeout=180)
-    except LabError:
-        say(f"cannot pull {hub}: making a base image with debootstrap")
-        _debootstrap(engine, tag)
-    else:
-        engine.docker("tag", hub, tag)
+def base_tag(release: str) -> str:
+    """The name of the image of a bare Debian."""
+    return f"{NAME}-base:{release}"
+
+
+def _base_image(engine: Engine, release: str) -> str:
+    tag = base_tag(release)
+    # Images are built side by side, and two of them stand on the same base.
+    with _ONE_BASE:
+        if _present(engine, tag):
+            return tag
+        hub = f"debian:{release}-slim"
+        try:
+            engine.docker("pull", "-q", hub, timeout=180)
+        except LabError:
+            say(f"cannot pull {hub}: making a base image with debootstrap")
+            _debootstrap(engine, release, tag)
+        else:
+            engine.docker("tag", hub, tag)
     return tag
 
 
-def _debootstrap(engine: Engine, tag: str) -> None:
+def _debootstrap(engine: Engine, release: str, tag: str) -> None:
     if not shutil.which("debootstrap"):
         apt_install("debootstrap")
     if os.geteuid() != 0:
         raise LabError("debootstrap needs root: run this as root, or where Docker Hub is reachable")
     with tempfile.TemporaryDirectory() as folder:
-        run(["debootstrap", "--variant=minbase", _DEBIAN, f"{folder}/root"], timeout=600)
+        run(["debootstrap", "--variant=minbase", release, f"{folder}/root"], timeout=600)
         tar = Path(folder, "root.tar")
         run(["tar", "-C", f"{folder}/root", "-cf", str(tar), "."], timeout=120)
         engine.docker("import", str(tar), tag, timeout=300)
@@ -113,8 +126,6 @@ def _build(engine: Engine, tag: str, context: Path, base: str) -> None:
     say(f"building {tag}")
     argv = ["build", "-q", "--network", "host", "--build-arg", f"BASE={base}", "--label", LABEL]
     engine.docker(*argv, "-t", tag, str(context), timeout=1200)
-    # The older builder leaves the first stage of a build behind as an image.
-    engine.docker("image", "prune", "-f", "--filter", "label=mnvllm.lab.stage", timeout=120)
 
 
 def _present(engine: Engine, tag: str) -> bool:

@@ -6,14 +6,17 @@ own addresses from outside the lab.
 """
 
 import hashlib
+import io
 import json
 import shutil
+import tarfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 from . import engine as engines
 from . import hosts as plan
@@ -52,6 +55,18 @@ class Lab:
         """
         command = ["exec", self._container(host), *argv]
         return self.engine.docker(*command, timeout=timeout, check=check).stdout.decode()
+
+    def write(self, host: str, files: dict[str, str]) -> None:
+        """Write files in a host, by absolute path, and the folders that they need."""
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w") as archive:
+            for path, content in files.items():
+                member = tarfile.TarInfo(path.lstrip("/"))
+                member.size, member.mode = len(content.encode()), 0o644
+                archive.addfile(member, io.BytesIO(content.encode()))
+        # Not docker cp: it would write below a tmpfs, such as /run.
+        argv = ["exec", "--interactive", self._container(host), "tar", "-xC", "/"]
+        self.engine.docker(*argv, stdin=packed.getvalue())
 
     def restart(self, host: str) -> None:
         """Reboot a host in good order, and wait until it is up again."""
@@ -108,8 +123,7 @@ class Lab:
 def build() -> Engine:
     """Make the images and the model, as far as they are not there yet."""
     engine = engines.start()
-    images.host_image(engine)
-    images.tiny_model(engine, images.vllm_image(engine))
+    _images(engine, plan.RELEASES)
     return engine
 
 
@@ -119,18 +133,18 @@ def up(hosts: int = 2) -> Lab:
         raise LabError("the lab can have 1 to 100 hosts")
     engine = engines.start()
     with ThreadPoolExecutor() as pool:
-        host_image = images.host_image(engine)
-        vllm_image = images.vllm_image(engine)
-        model = images.tiny_model(engine, vllm_image)
         members = plan.hosts(hosts)
+        host_images, vllm_image, model = _images(engine, {host.release for host in members})
         plan.write_ssh_files(members)
         lab = Lab(engine, [host.name for host in members])
         _networks(engine)
         _remove_extra(engine, lab)
-        _registry(engine, host_image)
-        flags = _privileges(engine, host_image)
+        _registry(engine, host_images[members[0].release])
+        flags = _privileges(engine, host_images[members[0].release])
         files = model.read_bytes()
-        fresh = [host for host in members if _host(engine, host, host_image, flags, files)]
+        fresh = [
+            host for host in members if _host(engine, host, host_images[host.release], flags, files)
+        ]
         pushed = pool.submit(_push, engine, vllm_image)
         for host in members:
             lab.wait(host.name)
@@ -166,7 +180,8 @@ def down(purge: bool = False) -> None:
         if purge:
             _remove(engine, "volume ls -q", "volume rm -f")
             _remove(engine, "image ls -aq", "rmi -f")
-            engine.docker("rmi", "-f", f"{NAME}-base:bookworm", _PUSHED, check=False)
+            bases = [images.base_tag(release) for release in plan.RELEASES]
+            engine.docker("rmi", "-f", *bases, _PUSHED, check=False)
         say("hosts, registry and networks removed" + (", images and volumes too" if purge else ""))
     engines.stop()
     if purge:
@@ -175,8 +190,9 @@ def down(purge: bool = False) -> None:
 
 def summary(lab: Lab) -> str:
     """How to reach the lab, for a person."""
+    hosts = [f"{host.name} (Debian {host.release})" for host in plan.hosts(len(lab.hosts))]
     lines = [
-        f"hosts      {', '.join(lab.hosts)}",
+        f"hosts      {', '.join(hosts)}",
         *(f"ssh        ssh -F {plan.SSH_CONFIG} {host}" for host in lab.hosts),
         f"API        http://127.0.0.1:{plan.API_PORT} (spark-1, port {plan.API_PORT})",
         f"image      {IMAGE}",
@@ -185,6 +201,15 @@ def summary(lab: Lab) -> str:
     if lab.engine.private:
         lines.append(f"engine     DOCKER_HOST={lab.engine.environment()['DOCKER_HOST']}")
     return "\n".join(lines)
+
+
+def _images(engine: Engine, releases: Iterable[str]) -> tuple[dict[str, str], str, Path]:
+    """The host images by release, the vLLM image and the model, as far as need be made."""
+    with ThreadPoolExecutor() as pool:
+        hosts = {each: pool.submit(images.host_image, engine, each) for each in releases}
+        vllm_image = images.vllm_image(engine)
+        model = images.tiny_model(engine, vllm_image)
+        return {each: made.result() for each, made in hosts.items()}, vllm_image, model
 
 
 def _networks(engine: Engine) -> None:
