@@ -15,7 +15,7 @@ from pyinfra import host, inventory, logger, state
 from pyinfra.api import FunctionCommand, Host, QuoteString, State, StringCommand, operation
 
 from cluster import model, observed
-from cluster.facts import RelayCheck, UnifiedMemory, program_command
+from cluster.facts import RelayCheck, UnifiedMemory, Unpacked, program_command
 from cluster.inventory import SSH_CONFIG
 from cluster.model import Transfer
 from cluster.programs import keyed, source
@@ -77,6 +77,14 @@ def downloaded(cluster: Cluster, update: bool = False, verify: bool = False) -> 
     elif cluster.model_source == "rsync":
         yield FunctionCommand(_rsync, (cluster, place.root), {})
         yield _manifest(place)
+    elif cluster.model.archive and (not has_all or _unpacked(place) != _identity(cluster)):
+        yield FunctionCommand(_archive, (cluster, place.arriving), {})
+        wanted = {
+            **{"role": "unpack", "archive": place.arriving, "root": place.root, "result": False},
+            **{"record": place.record, "identity": _identity(cluster)},
+        }
+        yield streamed(program_command("unpack", wanted), source("unpack"))
+        yield _manifest(place)
     elif not has_all or found.get("touched"):
         # A sender gives only what is as its manifest says, times included.
         yield _manifest(place)
@@ -121,6 +129,21 @@ def _token(cluster: Cluster) -> str:
 def _rsync(state: State, host: Host, cluster: Cluster, root: str) -> bool:  # noqa: ARG001
     local = str(Path(str(cluster.model.local)).expanduser()).rstrip("/")
     return copy_to_head(cluster, f"{local}/", f"{root}/")
+
+
+def _unpacked(place: model.Place) -> str:
+    return str(host.get_fact(Unpacked, record=place.record, _stdin=source("unpack")))
+
+
+def _identity(cluster: Cluster) -> str:
+    """What tells one archive from another."""
+    path = Path(str(cluster.model.archive)).expanduser()
+    info = path.stat()
+    return f"{path.name} {info.st_size} {info.st_mtime_ns}"
+
+
+def _archive(state: State, host: Host, cluster: Cluster, path: str) -> bool:  # noqa: ARG001
+    return copy_to_head(cluster, str(cluster.model.archive), path)
 
 
 def copy_to_head(cluster: Cluster, local: str, path: str) -> bool:

@@ -124,6 +124,23 @@ class RelayCheck(FactBase[dict[str, Any]]):
         return dict(_object(output))
 
 
+class Unpacked(FactBase[str]):
+    """Which archive a model was made of; "" for none. Pass _stdin=source("unpack")."""
+
+    def command(self, record: str) -> StringCommand:
+        """`record` is the file that says it."""
+        return program_command("unpack", {"role": "state", "record": record})
+
+    @staticmethod
+    def default() -> str:
+        """Silence is none."""
+        return ""
+
+    def process(self, output: list[str]) -> str:
+        """Return its identity."""
+        return str(_object(output)["archive"])
+
+
 class UnifiedMemory(FactBase[bool]):
     """Whether the GPUs of a host share its memory: nvidia-smi knows no memory of theirs."""
 

@@ -25,7 +25,17 @@ class Place:
 
     root: str
     manifest: str
-    exclude: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = (".arriving",)
+
+    @property
+    def arriving(self) -> str:
+        """Where an archive lies on the head until it is unpacked."""
+        return f"{self.root}/.arriving/archive"
+
+    @property
+    def record(self) -> str:
+        """The file on the head that says which archive was unpacked last."""
+        return f"{self.manifest.removesuffix('.json')}.archive"
 
 
 def hub_cache(cluster: Cluster) -> str:

@@ -215,14 +215,16 @@ class ModelSource(_Section):
 
     name: Text
     """On the Hugging Face hub, or a directory on the hosts."""
-    source: Literal["hub", "path", "rsync"] | None = None
-    """hub: downloaded once, on the head. path: it is on the head already. rsync: copied from this
-    machine to the head. Default: path where name is a directory, else hub."""
+    source: Literal["hub", "path", "rsync", "archive"] | None = None
+    """hub: downloaded once, on the head. path: it is on the head already. rsync, archive: from this
+    machine, a directory or a tar file. Default: path where name is a directory, else hub."""
     revision: Word | None = None
     """With source hub: a branch, tag or, better, a commit; default: main as it was when the head
     first downloaded it."""
     local: Text | None = None
     """With source rsync: the directory on this machine."""
+    archive: Text | None = None
+    """With source archive: a tar file of the directory, on this machine; also .gz, .xz, .zst."""
     relay: bool = True
     """Bring it from the head to every other host over the fabric, where files are missing or
     differ. false: it is on every host already, or the hosts share a disk."""
@@ -478,7 +480,7 @@ class Cluster(_Section):
         return self.model.name.startswith("/")
 
     @property
-    def model_source(self) -> Literal["hub", "path", "rsync"]:
+    def model_source(self) -> Literal["hub", "path", "rsync", "archive"]:
         """As written, or what the name tells."""
         return self.model.source or ("path" if self.model_is_directory else "hub")
 
@@ -549,7 +551,9 @@ def _sources(cluster: Cluster) -> Iterator[Problem]:
         yield Problem(("image", "archive"), f"there is no file {image.archive} on this machine")
     is_hub = cluster.model_source == "hub"
     if is_hub and cluster.model_is_directory:
-        yield Problem(("model", "source"), "a directory is not on the hub; set path or rsync")
+        yield Problem(
+            ("model", "source"), "a directory is not on the hub; set path, rsync or archive"
+        )
     if not is_hub and not cluster.model_is_directory:
         yield Problem(
             ("model", "name"),
@@ -561,6 +565,12 @@ def _sources(cluster: Cluster) -> Iterator[Problem]:
         yield Problem(("model", "local"), "model.source: rsync and model.local belong together")
     elif model.local and not Path(model.local).expanduser().is_dir():
         yield Problem(("model", "local"), f"there is no directory {model.local} on this machine")
+    if (cluster.model_source == "archive") != (model.archive is not None):
+        yield Problem(
+            ("model", "archive"), "model.source: archive and model.archive belong together"
+        )
+    elif model.archive and not Path(model.archive).expanduser().is_file():
+        yield Problem(("model", "archive"), f"there is no file {model.archive} on this machine")
 
 
 def _roles(cluster: Cluster) -> Iterator[Problem]:

@@ -189,3 +189,27 @@ def test_an_image_from_an_archive(lab: Lab, tmp_path: Path) -> None:
     assert len(ids) == 1
     for each in lab.hosts:
         lab.exec(each, "docker", "rmi", name)
+
+
+@pytest.mark.slow
+def test_a_model_from_this_machine(lab: Lab, tmp_path: Path) -> None:
+    """From a directory by rsync, and from a tar file: both are what the head of the lab has."""
+    local, root = tmp_path / "tiny", "/srv/models/carried"
+    copy = ["docker", "cp", f"{NAME}-spark-1:/srv/models/tiny", str(local)]
+    subprocess.run(copy, env=lab.engine.environment(), timeout=60, check=True, capture_output=True)
+    archive = tmp_path / "tiny.tar.gz"
+    subprocess.run(["tar", "-czf", archive, "-C", tmp_path, "tiny"], check=True)
+    tiny = digest_of(lab, "spark-1", "/srv/models/tiny")
+    for source in ({"source": "rsync", "local": str(local)}, {"source": "archive"}):
+        if source["source"] == "archive":
+            source["archive"] = str(archive)
+        for host in lab.hosts:
+            lab.exec(host, "rm", "-rf", root)
+        cluster = variant(tmp_path, model={"name": root, **source})
+        result = pyinfra("tasks/model.py", cluster=cluster)
+        assert result.code == 0
+        assert {digest_of(lab, host, root) for host in lab.hosts} == {tiny}
+        assert lab.exec("spark-1", "ls", "-A", root) == lab.exec("spark-2", "ls", "-A", root)
+    assert pyinfra("tasks/model.py", cluster=cluster).changed == []
+    for host in lab.hosts:
+        lab.exec(host, "rm", "-rf", root)

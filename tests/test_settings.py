@@ -37,6 +37,35 @@ WRONG: dict[str, tuple[str | bytes, int | None, list[str]]] = {
         ["hosts.spark-1.fabric.interfaces", '"interface"'],
     ),
     "unknown role": (good("role: head", "role: master"), 6, ["hosts.spark-1.role", "'head'"]),
+    "an archive of the model that is not named": (
+        good("model: Qwen/Qwen2.5-7B-Instruct", "model: {name: /srv/m, source: archive}"),
+        3,
+        ["model.archive", "model.source: archive and model.archive belong together"],
+    ),
+    "an archive of the model that is not there": (
+        good(
+            "model: Qwen/Qwen2.5-7B-Instruct",
+            "model: {name: /srv/m, source: archive, archive: /no/such.tar}",
+        ),
+        3,
+        ["model.archive", "there is no file /no/such.tar on this machine"],
+    ),
+    "an archive for the hub": (
+        good(
+            "model: Qwen/Qwen2.5-7B-Instruct",
+            f"model: {{name: Qwen/Qwen2.5, source: archive, archive: {__file__}}}",
+        ),
+        3,
+        ["model.name", "with source archive it is a directory on the hosts"],
+    ),
+    "a directory of the model that is not there": (
+        good(
+            "model: Qwen/Qwen2.5-7B-Instruct",
+            "model: {name: /srv/m, source: rsync, local: /no/such}",
+        ),
+        3,
+        ["model.local", "there is no directory /no/such on this machine"],
+    ),
     "no image": (good("image: vllm/vllm-openai:v0.17.1\n", ""), None, ["image: is missing"]),
     "no hosts": ("image: a\nmodel: b\n", None, ["hosts: is missing"]),
     "hosts without any": ("image: a\nmodel: b\nhosts: {}\n", 3, ["hosts", "at least 1"]),
