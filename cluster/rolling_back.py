@@ -220,13 +220,13 @@ def given_up(choice: Choice) -> Commands:
     )
 
 
-_identities: dict[tuple[int, Image], tuple[Cluster, str]] = {}
-"""By cluster object (kept, so that its id stays its own) and image: all hosts ask for the same."""
+_identities: dict[tuple[str, Image], str] = {}
+"""By cluster (as JSON: pyinfra copies the object at every access) and image."""
 
 
 def identity(cluster: Cluster, image: Image) -> str:
     """What tells one deployment from another: every file on every host."""
-    key = (id(cluster), image)
+    key = (cluster.model_dump_json(), image)
     if key not in _identities:
         files = [
             (name, file.path, file.sha256)
@@ -234,8 +234,8 @@ def identity(cluster: Cluster, image: Image) -> str:
             for file in node.render(cluster, name, image).files
         ]
         digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()
-        _identities[key] = (cluster, digest[:12])
-    return _identities[key][1]
+        _identities[key] = digest[:12]
+    return _identities[key]
 
 
 def _identity_of(name: str) -> str:

@@ -426,10 +426,6 @@ class Cluster(_Section):
     secrets: dict[VariableName, SecretSource] = Field(default_factory=dict)
     """Variables whose value must not stand in this file: HF_TOKEN, VLLM_API_KEY, RAY_AUTH_TOKEN."""
 
-    def __copy__(self) -> Cluster:
-        """Return itself: nothing can change it, and pyinfra copies data at every access."""
-        return self
-
     def to_json(self) -> dict[str, Any]:
         """For pyinfra's debug-inventory; secrets are named here, never held."""
         return self.model_dump(mode="json")

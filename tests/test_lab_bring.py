@@ -85,8 +85,8 @@ def end(lab: Lab, host: str, program: str, seconds: float) -> None:
     lab.exec(host, "bash", "-c", script, program, str(seconds))
 
 
-@pytest.fixture
-def big(lab: Lab, tmp_path: Path) -> Path:
+@pytest.fixture(name="big")
+def big_model(lab: Lab, tmp_path: Path) -> Path:
     """A cluster file with a model of 1.2 GB and a sparse file, that is on the head alone."""
     lab.exec("spark-1", "sh", "-c", MAKE_BIG, timeout=120)
     for number, name in enumerate(AWKWARD):

@@ -56,6 +56,9 @@ def test_a_deployment_is_identified_once_for_all_hosts(monkeypatch: pytest.Monke
     # pyinfra copies the data of a host at every access.
     found = {rolling_back.identity(copy.copy(cluster), image) for _ in cluster.nodes}
     assert (len(found), len(rendered)) == (1, len(cluster.nodes))
+    other = cluster.model_copy(update={"env": {"NCCL_DEBUG": "INFO"}})
+    assert rolling_back.identity(other, image) not in found
+    assert cluster.env == {}
 
 
 def test_a_deploy_that_served_is_kept_once(run: Pyinfra, fleet: Fleet, tmp_path: Path) -> None:
