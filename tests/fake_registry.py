@@ -269,7 +269,7 @@ def served(state: Registry, context: ssl.SSLContext | None = None) -> Iterator[R
 FAKE_DOCKER = '''
 import json, os, sys
 
-HOME = os.environ["FAKE_DOCKER"]  # names: {reference: id}; layers/; info.json; full
+HOME = os.environ["FAKE_DOCKER"]  # names: {reference: id}; layers/; info.json; full; containerd
 NAMES = os.path.join(HOME, "names.json")
 
 def names():
@@ -285,9 +285,26 @@ def keep(found):
 def fail(text):
     sys.exit("Error response from daemon: " + text)
 
+def refuse_tls(host):
+    """Ask as Docker with containerd's store does at first; only one answer leads it on to http."""
+    import socket, ssl
+    inward, outward = ssl.MemoryBIO(), ssl.MemoryBIO()
+    try:
+        ssl.create_default_context().wrap_bio(inward, outward, server_hostname="x").do_handshake()
+    except ssl.SSLWantReadError:
+        pass
+    name, _, port = host.partition(":")
+    with socket.create_connection((name, int(port)), timeout=60) as peer:
+        peer.sendall(outward.read())
+        answer = peer.makefile("rb").read()
+    if not answer.startswith(b"HTTP/"):
+        fail("tls: first record does not look like a TLS handshake")
+
 def get(host, path, check=None, size=None):
     """A whole body; goes on where a connection broke, as Docker does."""
     import hashlib, http.client, time
+    if os.path.exists(os.path.join(HOME, "containerd")):
+        refuse_tls(host)
     data = b""
     for attempt in range(4):
         try:

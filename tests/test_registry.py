@@ -201,6 +201,18 @@ def test_every_host_has_the_image_and_each_blob_came_from_outside_once(site: Sit
     assert site.is_clean()
 
 
+def test_docker_that_asks_for_tls_first(site: Site) -> None:
+    """With containerd's image store it does, on the head as on a worker."""
+    for machine in site.machines:
+        (machine.home / "containerd").touch()
+
+    head, workers = site.run()
+
+    assert [(each.code, each.err) for each in (head, *workers)] == [(0, "")] * 2
+    assert site.has_it()
+    assert site.is_clean()
+
+
 def test_only_missing_layers_travel(site: Site) -> None:
     site.add()
     site.run()

@@ -12,7 +12,7 @@ import time
 import urllib.parse
 from typing import Any, Dict, List
 
-from cluster.remote.registry.loopback import accept, may_use
+from cluster.remote.registry.loopback import accept, may_use, speaks_plainly
 from cluster.remote.registry.pull import pull, stay, wait_until
 from cluster.remote.registry.source import INDEXES, Blob, ImageError, Source, clear, size_of
 from cluster.remote.wire import (
@@ -188,8 +188,8 @@ class Endpoint:
 
     def welcome_docker(self, peer: socket.socket) -> None:
         """Serve this host's own Docker."""
-        if may_use(peer):
-            self.open.append(peer)
+        self.open.append(peer)
+        if may_use(peer) and speaks_plainly(peer):
             self.serve(Link(peer), self.own)
 
     def serve(self, link: Link, receiver: Receiver) -> None:

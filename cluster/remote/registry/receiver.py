@@ -10,7 +10,7 @@ import threading
 import time
 from typing import Any, Dict, List
 
-from cluster.remote.registry.loopback import accept, may_use
+from cluster.remote.registry.loopback import accept, may_use, speaks_plainly
 from cluster.remote.registry.pull import pull, stay
 from cluster.remote.registry.source import ImageError
 from cluster.remote.wire import (
@@ -97,13 +97,13 @@ class Forwarder:
 
     def forward(self, docker: socket.socket) -> None:
         """Join a connection of Docker with one to the head until either ends."""
-        if not may_use(docker):
+        self.open.append(docker)
+        if not may_use(docker) or not speaks_plainly(docker):
             return
         try:
             head = self.dial(DATA, 0)
         except TransferError:
             return
-        self.open.append(docker)
         with contextlib.suppress(OSError):
             self.join(docker, head)
         hang_up(docker)
