@@ -19,6 +19,7 @@ from tests.test_lab_bring import (
     digest_of,
     end,
     forget_the_image,
+    has_one_image,
     interrupted,
     listening,
 )
@@ -130,8 +131,7 @@ def test_a_link_cut_during_the_image(lab: Lab, tmp_path: Path) -> None:
     assert "[spark-2] no sign of life" in output
     assert "vllm-cpu" not in lab.exec("spark-2", "docker", "images", "--format", "{{.Repository}}")
     assert pyinfra("tasks/image.py", cluster=cluster).code == 0
-    ids = {lab.exec(each, "docker", "images", "-q", "--no-trunc").strip() for each in lab.hosts}
-    assert len(ids) == 1
+    assert has_one_image(lab)
 
 
 def test_a_byte_of_the_model_that_changes_is_sent_again(lab: Lab, big: Path) -> None:
@@ -187,8 +187,7 @@ def test_encrypted(lab: Lab, big: Path, tmp_path: Path) -> None:
         result = pyinfra(task, cluster=cluster)
         assert result.code == 0
     assert digest_of(lab, "spark-1", BIG) == digest_of(lab, "spark-2", BIG)
-    ids = {lab.exec(each, "docker", "images", "-q", "--no-trunc").strip() for each in lab.hosts}
-    assert len(ids) == 1
+    assert has_one_image(lab)
 
 
 @pytest.mark.parametrize("host", ["spark-1", "spark-2"])

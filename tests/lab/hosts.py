@@ -1,6 +1,7 @@
 """The lab's hosts as data: addresses, names, and the files each host gets before its first boot."""
 
 import io
+import json
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,9 @@ SSH_CONFIG = SSH_FOLDER / "config"
 RELEASES = ("bookworm", "trixie")
 """Debian 12 (systemd 252, Docker 20.10) and 13 (systemd 257, Docker 26): the hosts take turns."""
 
+_DAEMON = {"insecure-registries": ["registry.lab:5000"]}
+_CONTAINERD_STORE = {"containerd-snapshotter": True}
+
 _OFFICE_GATEWAY = "10.1.230.1"
 
 
@@ -35,6 +39,11 @@ class Host:
     office: str | None
     release: str
     """Code name of its Debian."""
+
+    @property
+    def has_containerd_store(self) -> bool:
+        """Whether its Docker keeps images in containerd's store, as new installations of it do."""
+        return self.release == "trixie"
 
     @property
     def interfaces(self) -> str:
@@ -112,6 +121,10 @@ def host_files(host: Host) -> bytes:
         folder("home/deploy/.ssh", mode=0o700, owner=1000)
         add("home/deploy/.ssh/authorized_keys", _public(CLIENT_KEY), mode=0o600, owner=1000)
         folder("srv/models")
+        features = {"features": _CONTAINERD_STORE} if host.has_containerd_store else {}
+        add("etc/docker/daemon.json", json.dumps(_DAEMON | features))
+        if host.has_containerd_store:
+            add("etc/containerd/config.toml", 'version = 2\nroot = "/var/lib/docker/containerd"\n')
     return packed.getvalue()
 
 
