@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from pyinfra.api import FunctionCommand, Host, QuoteString, State, StringCommand
 from cluster import model, observed
 from cluster.facts import RelayCheck, UnifiedMemory, Unpacked, program_command
 from cluster.inventory import SSH_CONFIG
+from cluster.memory import remembered
 from cluster.model import Transfer
 from cluster.programs import keyed, source
 from cluster.settings import HUB_TOKEN, Cluster, read_secret
@@ -39,9 +41,7 @@ class _Memory:
     """The result of relay.py's check."""
 
 
-def _memory(each: Host) -> _Memory:
-    memory: _Memory = each.connector_data.setdefault(__name__, _Memory())
-    return memory
+_memory = partial(remembered, _Memory)
 
 
 def _found(each: Host) -> dict[str, Any]:

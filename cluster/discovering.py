@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from cluster.discovery import PORTS_TRIED, Landscape, Meetings, NoFabricError, p
 from cluster.facts import HostProbe
 from cluster.hosts_section import EditError, Entry
 from cluster.load import cluster_file
+from cluster.memory import remembered
 from cluster.positions import FileError
 from cluster.probe import Meeting, Probe
 from cluster.programs import source
@@ -40,10 +41,7 @@ class _Seen:
     meetings: dict[str, Meeting] | None = None
 
 
-def _seen(each: Host) -> _Seen:
-    # The host's own dictionary: see observed.py.
-    seen: _Seen = each.connector_data.setdefault(__name__, _Seen())
-    return seen
+_seen = partial(remembered, _Seen)
 
 
 def _hosts() -> list[Host]:

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 from pydantic import ValidationError
@@ -27,6 +27,7 @@ from cluster.facts import HostProbe, ImageVersions, NodeState
 from cluster.findings import Situation, listening_ports, meeting_ports
 from cluster.host_state import HostState
 from cluster.image import names
+from cluster.memory import remembered
 from cluster.node import Image, Node, Versions
 from cluster.probe import Probe
 from cluster.programs import source
@@ -71,11 +72,7 @@ class _Memory:
     probe_error: str | None = None
 
 
-def _memory(host: Host) -> _Memory:
-    # `host` is often pyinfra's proxy of the current host, whose hash changes with it; the real
-    # host's own dictionary is what stays.
-    memory: _Memory = host.connector_data.setdefault(__name__, _Memory())
-    return memory
+_memory = partial(remembered, _Memory)
 
 
 def look(host: Host, report: bool = False) -> HostState:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 
 import click
 from pydantic import ValidationError
@@ -13,6 +14,7 @@ from pyinfra.api import operation
 
 from cluster import commands, observed
 from cluster.facts import LayerProof
+from cluster.memory import remembered
 from cluster.programs import source
 from cluster.proof import AGAIN, BAD, Cause, Report, Verdict, argument, command, judge, layers
 from cluster.settings import Cluster
@@ -22,6 +24,16 @@ FACT_SECONDS = 180
 """remote/prove.py ends by itself before that."""
 COLOURS = {"ok": "green", "warning": "yellow", "failed": "red", "hangs": "red"}
 COLUMNS_OF_HOSTS = 3
+
+
+@dataclass
+class _Memory:
+    """What a host found, or why it could not look; None where nothing was to be proven."""
+
+    found: Report | Cause | None = None
+
+
+_memory = partial(remembered, _Memory)
 
 
 @operation()
@@ -40,8 +52,7 @@ def proven(cluster: Cluster, unless_serving: bool = False) -> Commands:
     elif len(_ranks(cluster)) < 2:
         host.noop("one host in this run: no network between ranks")
     else:
-        found = _prove(cluster)
-        host.connector_data[__name__] = found
+        found = _memory(host).found = _prove(cluster)
         host.noop("went through the layers" if isinstance(found, Report) else found[0])
     yield from ()
 
@@ -86,7 +97,7 @@ def layers_judged(cluster: Cluster, as_json: bool = False) -> Commands:
     + cluster: the cluster
     + as_json: print the verdicts as JSON on stdout instead
     """
-    found = {each.name: each.connector_data.get(__name__) for each in active().values()}
+    found = {each.name: _memory(each).found for each in active().values()}
     if not state.is_executing or not any(found.values()):
         host.noop("judged at run time, or nothing was to be proven")
         return

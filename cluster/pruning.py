@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -12,12 +14,24 @@ from pyinfra.api import Host, operation
 from cluster import model, observed, rolling_back, stored
 from cluster.facts import StoredHere
 from cluster.image import repository
+from cluster.memory import remembered
 from cluster.programs import source
 from cluster.settings import Cluster
-from cluster.shell import Commands, guarded, print_table, refuse
+from cluster.shell import Commands, active, guarded, print_table, refuse
 from cluster.stored import Choice, Current, Deleted, Entry, Stored
 
 AnswerType = TypeVar("AnswerType", bound=BaseModel)
+
+
+@dataclass
+class _Memory:
+    """What a host keeps, and what could not be read of it."""
+
+    entries: list[Entry] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+_memory = partial(remembered, _Memory)
 
 
 @operation()
@@ -35,10 +49,9 @@ def listed(cluster: Cluster) -> Commands:
             model=cluster.model.name,
             revision=cluster.model.revision or "main",
         )
-        host.connector_data[__name__] = (
-            stored.entries({host.name: answer}, current),
-            stored.problems({host.name: answer}),
-        )
+        memory = _memory(host)
+        memory.entries = stored.entries({host.name: answer}, current)
+        memory.problems = stored.problems({host.name: answer})
     host.noop("read")
     yield from ()
 
@@ -56,7 +69,7 @@ def chosen(confirmation: str | None) -> Commands:
     found = _entries()
     print_table(stored.HEADER, stored.table_rows(found, time.time()))
     for each in _hosts():
-        for problem in each.connector_data[__name__][1]:
+        for problem in _memory(each).problems:
             logger.info(f"    {problem}")
     if confirmation is None:
         unused = sum(entry.bytes for entry in found if not entry.in_use)
@@ -114,9 +127,9 @@ def _argument(cluster: Cluster) -> dict[str, Any]:
 
 
 def _entries() -> list[Entry]:
-    return [entry for each in _hosts() for entry in each.connector_data[__name__][0]]
+    return [entry for each in _hosts() for entry in _memory(each).entries]
 
 
 def _hosts() -> list[Host]:
-    found = [each for each in state.inventory.get_active_hosts() if __name__ in each.connector_data]
+    found = active().values()
     return sorted(found, key=lambda each: each.data.cluster.nodes.index(each.name))

@@ -7,16 +7,18 @@ asked once, on the head; everybody else goes by the digest.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pyinfra import host, state
-from pyinfra.api import FunctionCommand, Host, QuoteString, StringCommand, operation
+from pyinfra.api import FunctionCommand, QuoteString, StringCommand, operation
 
 from cluster import image as images
 from cluster import observed
 from cluster.bringing import copy_to_head
 from cluster.facts import Reaches, RegistryAnswer, program_command
 from cluster.image import Relay
+from cluster.memory import remembered
 from cluster.programs import keyed, source
 from cluster.settings import Cluster
 from cluster.shell import (
@@ -40,9 +42,7 @@ class _Memory:
     """On the head: what all share."""
 
 
-def _memory(each: Host) -> _Memory:
-    memory: _Memory = each.connector_data.setdefault(__name__, _Memory())
-    return memory
+_memory = partial(remembered, _Memory)
 
 
 @operation()
