@@ -2,7 +2,7 @@
 
 from pyinfra import host, local
 
-from cluster import rolling_back
+from cluster.operations import rollback
 
 cluster = host.data.cluster
 
@@ -16,7 +16,7 @@ local.include("tasks/image.py")
 local.include("tasks/model.py")
 
 # From here on the hosts change.
-changing = {**unless_serving, **rolling_back.failure_arguments(cluster)}
+changing = {**unless_serving, **rollback.failure_arguments(cluster)}
 
 local.include("tasks/environment.py", data=changing)
 local.include("tasks/ray_head.py", data=changing)
@@ -27,5 +27,5 @@ local.include("tasks/verify.py", data=changing)
 local.include("tasks/keep.py", data=changing)
 
 if cluster.on_failure == "rollback":
-    after_failure = {"after_failure": True, "_if": rolling_back.something_failed}
+    after_failure = {"after_failure": True, "_if": rollback.something_failed}
     local.include("tasks/rollback.py", data=after_failure)

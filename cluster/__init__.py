@@ -4,7 +4,7 @@ Pure: positions, settings, load: cluster.yaml. ssh, environment, commands, units
 of it. host_state: what hosts say of themselves; status: what of it is told. image, model: how they
 come to the hosts; stored: what is kept there. programs: the texts of remote/; encryption. fabric,
 probe, findings: preflight. proof: prove. discovery, hosts_section: discover.
-With pyinfra: inventory, transport, facts, observed, shell, and the operations: operations (what
-runs), pulling (the image), bringing (the model), pruning, rolling_back, proving, discovering.
+With pyinfra: inventory, transport, facts; observed and memory: what a run knows of its hosts;
+shell: what operations share; operations/: a module per task.
 remote/: the programs that run on the hosts. *.yaml, read by tables: data, with a source per row.
 """

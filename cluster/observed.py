@@ -6,21 +6,15 @@ nothing changes in between, so one answer serves them all.
 
 from __future__ import annotations
 
-import getpass
-import json
 import random
-import socket
 import sys
-import time
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any
 
 from pydantic import ValidationError
 from pyinfra import state
-from pyinfra.api import Host, QuoteString, StringCommand
-from pyinfra.api.arguments import ConnectorArguments
-from pyinfra.connectors.util import extract_control_arguments, make_unix_command_for_host
+from pyinfra.api import Host
 
 from cluster import commands, node
 from cluster.facts import HostProbe, ImageVersions, NodeState
@@ -36,7 +30,6 @@ from cluster.tables import log_patterns
 
 MEETING_SECONDS = 6
 """How long hosts try to reach each other. ssh reaches them within a fraction of a second."""
-LOCK_PATH = "/run/vllm-deploy.lock"
 NOT_PULLED = Image("(image not pulled yet)", Versions("?", None, None, None))
 
 
@@ -66,7 +59,6 @@ class _Memory:
     wanted: tuple[Image, Node] | None = None
     ray_restarted: bool = False
     to_restart: set[str] = field(default_factory=set)
-    lock: Any = None
     restored: Restored | None = None
     probe: Probe | None = None
     probe_error: str | None = None
@@ -139,7 +131,7 @@ def probe(host: Host) -> None:
         },
     }
     arguments: dict[str, Any] = {"_stdin": source("probe"), "_ignore_errors": True, "_timeout": 60}
-    if _sudo_would_ask_nobody(host):
+    if sudo_would_ask_nobody(host):
         arguments |= {"as_root": True, "_sudo": False}
     found = host.get_fact(HostProbe, wanted=wanted, **arguments)
     memory.probe, memory.probe_error = None, None
@@ -154,7 +146,7 @@ def probe(host: Host) -> None:
         memory.probe_error = f"the probe's answer is not usable: {place}: {first['msg']}"
 
 
-def _sudo_would_ask_nobody(host: Host) -> bool:
+def sudo_would_ask_nobody(host: Host) -> bool:
     """Whether pyinfra would ask for a sudo password although no person and no password is there."""
     has_password = host.data.get("_sudo_password") or state.config.SUDO_PASSWORD
     return bool(host.data.get("_sudo")) and not has_password and not sys.stdin.isatty()
@@ -252,50 +244,6 @@ def runs(host: Host, unit: str) -> bool:
         and found.unit(unit, "ActiveState") == "active"
         and found.unit(unit, "UnitFileState") == "enabled"
     )
-
-
-def lock(host: Host, take_over: bool, arguments: dict[str, Any]) -> dict[str, Any] | None:
-    """Hold the lock on a host for as long as this run is connected to it.
-
-    `arguments` are pyinfra's for a command there (sudo). Return None where this run has the lock,
-    else who has it. Raises UnreadableError.
-    """
-    memory = _memory(host)
-    client = getattr(host.connector, "client", None)
-    if memory.lock is not None or client is None:  # no ssh, nobody else
-        return None
-    wanted = {
-        "path": LOCK_PATH,
-        "take_over": take_over,
-        "holder": {
-            "who": f"{getpass.getuser()} on {socket.gethostname()}",
-            "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
-            "command": " ".join(sys.argv)[:200],
-        },
-    }
-    program = StringCommand(
-        "python3", "-c", QuoteString(source("lock")), QuoteString(json.dumps(wanted))
-    )
-    extract_control_arguments(cast(ConnectorArguments, arguments))
-    if not _sudo_would_ask_nobody(host):
-        # pyinfra asks for a sudo password when a command needs it; the one below could not.
-        host.run_shell_command(StringCommand("true"), **arguments)
-    command = make_unix_command_for_host(state, host, program, **arguments).get_raw_value()
-    # Not through pyinfra: it closes stdin, and this has to stay open until the run ends.
-    memory.lock = client.exec_command(command)
-    line = memory.lock[1].readline()
-    try:
-        holder: dict[str, Any] | None = json.loads(line)["held_by"]
-    except (ValueError, KeyError, TypeError):
-        complaint = memory.lock[2].read().decode(errors="replace").strip()
-        memory.lock = None
-        remedy = "; give it with --same-sudo-password" if "password" in complaint else ""
-        raise UnreadableError(
-            f"{host.name}: the lock could not be taken: {complaint}{remedy}"
-        ) from None
-    if holder is not None:
-        memory.lock = None
-    return holder
 
 
 def restore(host: Host, target: Restored) -> None:

@@ -15,6 +15,7 @@ from pyinfra.api.arguments import CONNECTOR_ARGUMENT_KEYS
 from pyinfra.api.command import PyinfraCommand
 
 from cluster import encryption, observed
+from cluster.settings import Cluster
 
 Commands = Generator[PyinfraCommand, None, None]
 Parameters = ParamSpec("Parameters")
@@ -36,6 +37,12 @@ def guarded(function: Callable[Parameters, Commands]) -> Callable[Parameters, Co
 def active() -> dict[str, Host]:
     """The hosts that take part in this run and have not failed, by name."""
     return {each.name: each for each in state.inventory.get_active_hosts()}
+
+
+def reporter(cluster: Cluster) -> str:
+    """The host that speaks for the run: the head, or the first host where it takes no part."""
+    names = active()
+    return cluster.head if cluster.head in names else min(names)
 
 
 @cache

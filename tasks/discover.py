@@ -7,14 +7,14 @@ Into a file: --data write=PATH, and --data overwrite=yes where it is there alrea
 
 from pyinfra import host
 
-from cluster import discovering
+from cluster.operations import discover
 
-discovering.looked(name="Look at interfaces, RDMA devices and GPUs")
+discover.looked(name="Look at interfaces, RDMA devices and GPUs")
 
-discovering.met(name="Try the networks between the hosts")
+discover.met(name="Try the networks between the hosts")
 
-if host.name == discovering.first_host():
-    discovering.proposed(
+if host.name == discover.first_host():
+    discover.proposed(
         name="Propose the fabric",
         write=host.data.get("write"),
         overwrite=host.data.get("overwrite") in {"yes", True},

@@ -2,6 +2,6 @@
 
 from pyinfra import host
 
-from cluster import operations
+from cluster.operations import services
 
-operations.rendered(name="Write env files and units", cluster=host.data.cluster)
+services.rendered(name="Write env files and units", cluster=host.data.cluster)

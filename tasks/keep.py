@@ -5,6 +5,6 @@ It belongs behind a completion, as in deploy.py.
 
 from pyinfra import host
 
-from cluster import rolling_back
+from cluster.operations import rollback
 
-rolling_back.kept(name="Keep this deployment as known to be good", cluster=host.data.cluster)
+rollback.kept(name="Keep this deployment as known to be good", cluster=host.data.cluster)

@@ -6,11 +6,9 @@ It ends with the run, however that ends. Take it from somebody else, whose run t
 
 from pyinfra import host
 
-from cluster import operations
+from cluster.operations import lock
 
 cluster = host.data.cluster
 
 if host.name == cluster.head:
-    operations.locked(
-        name="Take the cluster's lock", take_over=bool(host.data.get("take_over", False))
-    )
+    lock.locked(name="Take the cluster's lock", take_over=bool(host.data.get("take_over", False)))

@@ -6,14 +6,14 @@ Ask the hub again what the revision means: --data update=true
 
 from pyinfra import host
 
-from cluster import bringing
+from cluster.operations import model
 
 cluster = host.data.cluster
 
 verify = bool(host.data.get("verify"))
 
 if host.name == cluster.head:
-    bringing.downloaded(
+    model.downloaded(
         name="Have the model on the head",
         cluster=cluster,
         update=bool(host.data.get("update")),
@@ -22,8 +22,8 @@ if host.name == cluster.head:
 
 # Every host runs the others: the head goes first, then all compare themselves with it.
 if cluster.model.relay:
-    bringing.compared(name="Compare the model with the head's", cluster=cluster, verify=verify)
-    bringing.relayed(name="Bring the model to the other hosts", cluster=cluster)
-    bringing.complete(name="See that all of it is here", cluster=cluster)
+    model.compared(name="Compare the model with the head's", cluster=cluster, verify=verify)
+    model.relayed(name="Bring the model to the other hosts", cluster=cluster)
+    model.complete(name="See that all of it is here", cluster=cluster)
 
-bringing.cache_dropped(name="Make room in the memory", cluster=cluster)
+model.cache_dropped(name="Make room in the memory", cluster=cluster)

@@ -5,20 +5,21 @@ The findings as JSON on stdout: pyinfra -y inventory.py tasks/preflight.py --dat
 
 from pyinfra import host
 
-from cluster import operations
+from cluster.operations import preflight, status
+from cluster.shell import reporter
 
 cluster = host.data.cluster
 
 unless_serving = bool(host.data.get("unless_serving"))
 
 if unless_serving and host.name == cluster.head:
-    operations.seen(name="Read what the head runs")
+    status.seen(name="Read what the head runs")
 
-operations.probed(
+preflight.probed(
     name="Probe the host and the fabric", cluster=cluster, unless_serving=unless_serving
 )
 
-if host.name == operations.reporter(cluster):
-    operations.judged(
+if host.name == reporter(cluster):
+    preflight.judged(
         name="Judge what was found", cluster=cluster, as_json=bool(host.data.get("json"))
     )

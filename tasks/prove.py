@@ -6,18 +6,19 @@ It needs Ray up (executor ray). Not while vllm serve loads a model: it uses the 
 
 from pyinfra import host
 
-from cluster import operations, proving
+from cluster.operations import prove, status
+from cluster.shell import reporter
 
 cluster = host.data.cluster
 
 unless_serving = bool(host.data.get("unless_serving"))
 
 if unless_serving and host.name == cluster.head:
-    operations.seen(name="Read what the head runs")
+    status.seen(name="Read what the head runs")
 
-proving.proven(name="Prove every network layer", cluster=cluster, unless_serving=unless_serving)
+prove.proven(name="Prove every network layer", cluster=cluster, unless_serving=unless_serving)
 
-if host.name == operations.reporter(cluster):
-    proving.layers_judged(
+if host.name == reporter(cluster):
+    prove.layers_judged(
         name="Judge the layers", cluster=cluster, as_json=bool(host.data.get("json"))
     )

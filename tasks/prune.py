@@ -5,7 +5,8 @@ Nothing is deleted unless it is named: --data delete=NAME[,NAME], or --data dele
 
 from pyinfra import host, local
 
-from cluster import operations, pruning
+from cluster.operations import prune
+from cluster.shell import reporter
 
 cluster = host.data.cluster
 confirmation = host.data.get("delete")
@@ -13,10 +14,10 @@ confirmation = host.data.get("delete")
 if confirmation:
     local.include("tasks/lock.py")
 
-pruning.listed(name="Read what the hosts keep", cluster=cluster)
+prune.listed(name="Read what the hosts keep", cluster=cluster)
 
-if host.name == operations.reporter(cluster):
-    pruning.chosen(name="Show it", confirmation=confirmation)
+if host.name == reporter(cluster):
+    prune.chosen(name="Show it", confirmation=confirmation)
 
 if confirmation:
-    pruning.deleted(name="Delete what was named", cluster=cluster, confirmation=confirmation)
+    prune.deleted(name="Delete what was named", cluster=cluster, confirmation=confirmation)

@@ -2,14 +2,15 @@
 
 from pyinfra import host
 
-from cluster import commands, operations
+from cluster import commands
+from cluster.operations import services
 
 cluster = host.data.cluster
 
 if cluster.executor == "ray":
     if host.name == cluster.head:
-        operations.paused(name="Stop vllm serve if its group changes")
-        operations.running(
+        services.paused(name="Stop vllm serve if its group changes")
+        services.running(
             name="Start the Ray head",
             cluster=cluster,
             unit=commands.RAY,
@@ -18,7 +19,7 @@ if cluster.executor == "ray":
         )
 
     # Every host runs this: it is the barrier before the workers, and a test of the fabric.
-    operations.head_reached(
+    services.head_reached(
         name="Reach the Ray head over the fabric",
         cluster=cluster,
         unless_serving=bool(host.data.get("unless_serving")),

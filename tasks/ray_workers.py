@@ -2,13 +2,15 @@
 
 from pyinfra import host
 
-from cluster import commands, operations
+from cluster import commands
+from cluster.operations import services
+from cluster.shell import reporter
 
 cluster = host.data.cluster
 
 if cluster.executor == "ray":
     if host.name != cluster.head:
-        operations.running(
+        services.running(
             name="Start the Ray workers",
             cluster=cluster,
             unit=commands.RAY,
@@ -16,8 +18,8 @@ if cluster.executor == "ray":
             deadline=cluster.deadlines.ray,
         )
 
-    if host.name == operations.reporter(cluster):
-        operations.nodes_listed(
+    if host.name == reporter(cluster):
+        services.nodes_listed(
             name="Wait until Ray lists every node",
             cluster=cluster,
             unless_serving=bool(host.data.get("unless_serving")),

@@ -5,11 +5,11 @@ For a group that is wedged in a way that its watchdog does not see. It needs a d
 
 from pyinfra import host, local
 
-from cluster import operations
+from cluster.operations import services
 
 local.include("tasks/lock.py")
 
-operations.restarting(name="Stop vllm serve, and start all anew", cluster=host.data.cluster)
+services.restarting(name="Stop vllm serve, and start all anew", cluster=host.data.cluster)
 
 local.include("tasks/ray_head.py")
 local.include("tasks/ray_workers.py")

@@ -6,17 +6,18 @@ deploy again.
 
 from pyinfra import host, local
 
-from cluster import operations, rolling_back
+from cluster.operations import rollback
+from cluster.shell import reporter
 
 after_failure = bool(host.data.get("after_failure"))
 
 if not after_failure:
     local.include("tasks/lock.py")
 
-choice = rolling_back.choose(host.data.get("to"), after_failure)
-data = rolling_back.task_data(choice, after_failure)
+choice = rollback.choose(host.data.get("to"), after_failure)
+data = rollback.task_data(choice, after_failure)
 
-rolling_back.restored(name="Put the files back", choice=choice, after_failure=after_failure)
+rollback.restored(name="Put the files back", choice=choice, after_failure=after_failure)
 
 local.include("tasks/ray_head.py", data=data)
 local.include("tasks/ray_workers.py", data=data)
@@ -24,5 +25,5 @@ local.include("tasks/serve.py", data=data)
 local.include("tasks/verify.py", data=data)
 local.include("tasks/keep.py", data=data)
 
-if after_failure and host.name == operations.reporter(host.data.cluster):
-    rolling_back.given_up(name="End this deploy as failed", choice=choice)
+if after_failure and host.name == reporter(host.data.cluster):
+    rollback.given_up(name="End this deploy as failed", choice=choice)

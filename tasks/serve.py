@@ -2,12 +2,13 @@
 
 from pyinfra import host
 
-from cluster import commands, node, operations
+from cluster import commands, node
+from cluster.operations import services
 
 cluster = host.data.cluster
 
 if commands.SERVE in node.containers(cluster, host.name):
-    operations.running(
+    services.running(
         name="Start vllm serve",
         cluster=cluster,
         unit=commands.SERVE,
@@ -17,4 +18,4 @@ if commands.SERVE in node.containers(cluster, host.name):
 
 timers = node.timers(cluster, host.name)
 if timers:
-    operations.watched(name="Start the watchdog", timers=timers)
+    services.watched(name="Start the watchdog", timers=timers)

@@ -6,13 +6,12 @@ All of it as JSON on stdout: --data json=true
 
 from pyinfra import host
 
-from cluster import operations
+from cluster.operations import status
+from cluster.shell import reporter
 
 cluster = host.data.cluster
 
-operations.seen(name="Read the state of every host", report=True)
+status.seen(name="Read the state of every host", report=True)
 
-if host.name == operations.reporter(cluster):
-    operations.status_shown(
-        name="Show the state", cluster=cluster, as_json=bool(host.data.get("json"))
-    )
+if host.name == reporter(cluster):
+    status.status_shown(name="Show the state", cluster=cluster, as_json=bool(host.data.get("json")))

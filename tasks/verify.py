@@ -2,9 +2,9 @@
 
 from pyinfra import host
 
-from cluster import operations
+from cluster.operations import status
 
 cluster = host.data.cluster
 
 if host.name == cluster.head:
-    operations.answers(name="Ask for a completion", cluster=cluster)
+    status.answers(name="Ask for a completion", cluster=cluster)

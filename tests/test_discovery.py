@@ -24,10 +24,11 @@ from pyinfra.connectors.util import CommandOutput, OutputLine
 from pyinfra.context import ctx_inventory, ctx_state
 from pyinfra_cli.main import cli
 
-from cluster import discovering, hosts_section
+from cluster import hosts_section
 from cluster.discovery import Landscape, Meetings, NoFabricError, Proposal, propose
 from cluster.hosts_section import EditError, Entry, edited
 from cluster.load import load
+from cluster.operations import discover as operations
 from cluster.probe import Failure, Interface, Meeting, Probe
 from cluster.settings import Cluster, problems
 from tests import trees
@@ -969,8 +970,8 @@ def test_names_that_cluster_yaml_does_not_allow(task: Task, tmp_path: Path) -> N
 
 
 def test_a_host_that_was_given_twice() -> None:
-    with pytest.raises(discovering.DiscoverError, match="given twice: @ssh/a, a"):
-        discovering._check({"@ssh/a": "a", "a": "a"})
+    with pytest.raises(operations.DiscoverError, match="given twice: @ssh/a, a"):
+        operations._check({"@ssh/a": "a", "a": "a"})
 
 
 def test_an_address_becomes_the_name_that_the_file_or_the_host_has(

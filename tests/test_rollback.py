@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from cluster import node, rolling_back
+from cluster import node
 from cluster.load import load
 from cluster.node import Image, Versions
+from cluster.operations import rollback
 from cluster.settings import Cluster
 from tests.conftest import CLUSTERS, Pyinfra
 from tests.fleet import Fleet, fake
@@ -34,7 +35,7 @@ def _kept_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
         hosts = {name.removeprefix("@fake/"): host for name, host in values["hosts"].items()}
         return fake(Cluster.model_validate({**values, "hosts": hosts}))
 
-    monkeypatch.setattr(rolling_back, "_cluster_of", cluster_of)
+    monkeypatch.setattr(rollback, "_cluster_of", cluster_of)
 
 
 def variant(folder: Path, *lines: str) -> Path:
@@ -54,10 +55,10 @@ def test_a_deployment_is_identified_once_for_all_hosts(monkeypatch: pytest.Monke
     monkeypatch.setattr(node, "render", render)
     image = Image("sha256:1", Versions("3.12.9", "0.17.1", "2.48.0", "2.9.0"))
     # pyinfra copies the data of a host at every access.
-    found = {rolling_back.identity(copy.copy(cluster), image) for _ in cluster.nodes}
+    found = {rollback.identity(copy.copy(cluster), image) for _ in cluster.nodes}
     assert (len(found), len(rendered)) == (1, len(cluster.nodes))
     other = cluster.model_copy(update={"env": {"NCCL_DEBUG": "INFO"}})
-    assert rolling_back.identity(other, image) not in found
+    assert rollback.identity(other, image) not in found
     assert cluster.env == {}
 
 

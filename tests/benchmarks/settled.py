@@ -5,7 +5,7 @@ import re
 
 from cluster.load import load
 from cluster.node import WATCHDOG_TIMER, Image, Versions, render
-from cluster.rolling_back import identity
+from cluster.operations.rollback import identity
 from tests.fleet import fake
 
 _cluster = fake(load())

@@ -11,10 +11,11 @@ from pydantic import BaseModel
 from pyinfra import host, logger, state
 from pyinfra.api import Host, operation
 
-from cluster import model, observed, rolling_back, stored
+from cluster import model, observed, stored
 from cluster.facts import StoredHere
 from cluster.image import repository
 from cluster.memory import remembered
+from cluster.operations.rollback import kept_images
 from cluster.programs import source
 from cluster.settings import Cluster
 from cluster.shell import Commands, active, guarded, print_table, refuse
@@ -45,7 +46,7 @@ def listed(cluster: Cluster) -> Commands:
         answer = _ask(Stored, "list", _argument(cluster))
         current = Current(
             image=cluster.image.name,
-            image_ids=rolling_back.kept_images(host),
+            image_ids=kept_images(host),
             model=cluster.model.name,
             revision=cluster.model.revision or "main",
         )

@@ -15,10 +15,10 @@ from pyinfra.api import FunctionCommand, QuoteString, StringCommand, operation
 
 from cluster import image as images
 from cluster import observed
-from cluster.bringing import copy_to_head
 from cluster.facts import Reaches, RegistryAnswer, program_command
 from cluster.image import Relay
 from cluster.memory import remembered
+from cluster.operations.model import copy_to_head
 from cluster.programs import keyed, source
 from cluster.settings import Cluster
 from cluster.shell import (
