@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +39,11 @@ def start(
     wanted: dict[str, Any],
     secrets: Mapping[str, str] | None = None,
     env: dict[str, str] | None = None,
+    prefix: Sequence[str] = (),
 ) -> subprocess.Popen[str]:
-    """Start a role: the text, with the secrets in it, over stdin."""
+    """Start a role: the text, with the secrets in it, over stdin. prefix: words before it."""
     process = subprocess.Popen(
-        [sys.executable, "-", program, json.dumps(wanted)],
+        [*prefix, sys.executable, "-", program, json.dumps(wanted)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

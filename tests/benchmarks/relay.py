@@ -1,8 +1,9 @@
-"""What a transfer costs on loopback, beside rsync and the limits: tests/benchmarks/relay.py.
+"""What a transfer costs, beside rsync and the limits: tests/benchmarks/relay.py.
 
 Prints Markdown tables; everything is measured in one run, with the same files. Needs rsync, sshd
 and iperf3 (Debian: apt-get install rsync openssh-server iperf3), and 25 GiB in --folder, which are
-removed at the end. --scale 16 makes everything 16 times smaller.
+removed at the end. --scale 16 makes everything 16 times smaller. --lab: over the fabric of the
+lab's hosts, which have to be up, instead of loopback; disks and programs are this machine's.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import platform
 import resource
 import secrets
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -30,11 +30,46 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from cluster.encryption import certificate  # noqa: E402
+from tests.lab import existing  # noqa: E402
+from tests.lab import hosts as plan  # noqa: E402
+from tests.lab.images import NAME  # noqa: E402
 from tests.started import HEAD, MIB, end, free_port, start  # noqa: E402
 
 GIB = 1 << 30
 CIPHER = "aes128-gcm@openssh.com"
 """The fastest that ssh has on processors with AES instructions."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """A host as the network sees it."""
+
+    address: str
+    prefix: tuple[str, ...] = ()
+    """The words before a command that run it there."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """Where from and where to."""
+
+    head: Side
+    worker: Side
+
+
+LOOPBACK = Network(Side(HEAD), Side("127.0.0.2"))
+
+
+def lab_network() -> Network:
+    """The fabric between the lab's hosts: their network namespaces alone."""
+    lab = existing()
+    if lab is None:
+        raise SystemExit("the lab is down, bring it up: make demo")
+    sides = []
+    for host in plan.hosts(2):
+        pid = lab.engine.text("inspect", "-f", "{{.State.Pid}}", f"{NAME}-{host.name}").strip()
+        sides.append(Side(host.fabric, ("nsenter", "--net", "--target", pid)))
+    return Network(*sides)
 
 
 @dataclass
@@ -71,15 +106,15 @@ def call(*argv: object, **keys: Any) -> str:
 
 
 @contextmanager
-def server(port: int, *argv: object) -> Iterator[None]:
+def server(side: Side, port: int, *argv: object) -> Iterator[None]:
     """A server in the foreground, until the end of the block; its CPU counts as a child's."""
-    words = [str(word) for word in argv]
+    words = [*side.prefix, *(str(word) for word in argv)]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    knock: list[str] = [*side.prefix, "bash", "-c", f"true < /dev/tcp/{side.address}/{port}"]
     try:
         for _ in range(100):
-            with socket.socket() as probe:
-                if probe.connect_ex((HEAD, port)) == 0:
-                    break
+            if subprocess.run(knock, stderr=subprocess.DEVNULL, check=False).returncode == 0:
+                break
             time.sleep(0.05)
         yield
     finally:
@@ -119,54 +154,61 @@ def manifest(source: Path) -> dict[str, Any]:
 
 
 def relay(
-    source: Path, targets: list[Path], encrypt: bool = False, **keys: Any
+    source: Path,
+    targets: list[Path],
+    network: Network = LOOPBACK,
+    encrypt: bool = False,
+    **keys: Any,
 ) -> list[dict[str, Any]]:
-    """One transfer; results of the sender and of every receiver."""
+    """One transfer; results of the sender and of every receiver. All receivers are one worker."""
     known, ports = {"token": secrets.token_hex(16)}, [free_port()]
     if encrypt:
         known["certificate"] = certificate().get_secret_value()
     receivers = [
-        {"name": f"spark-{n}", "address": f"127.0.0.{n}"} for n in range(2, len(targets) + 2)
+        {"name": f"spark-{n}", "address": network.worker.address}
+        for n in range(2, len(targets) + 2)
     ]
     digest = manifest(source)["digest"]
-    both = {"address": HEAD, "ports": ports, **keys}
+    both = {"address": network.head.address, "ports": ports, **keys}
     sender = {
         **{"role": "send", "root": str(source), "digest": digest, "receivers": receivers, **both}
     }
-    running = [start("relay", sender, known)]
+    running = [start("relay", sender, known, prefix=network.head.prefix)]
     for index, (own, target) in enumerate(zip(receivers, targets, strict=True)):
         wanted = {"role": "receive", "root": str(target), "sender": "spark-1", "index": index}
-        running.append(
-            start("relay", {**wanted, "name": own["name"], "source": own["address"], **both}, known)
-        )
+        wanted |= {"name": own["name"], "source": own["address"], **both}
+        running.append(start("relay", wanted, known, prefix=network.worker.prefix))
     return [result(each) for each in running]
 
 
-def rsync_ssh(source: Path, target: Path, keys: Path) -> None:
-    port = free_port()
+def rsync_ssh(source: Path, target: Path, keys: Path, network: Network) -> None:
+    port, worker = free_port(), network.worker
     (keys / "sshd_config").write_text(
-        f"Port {port}\nListenAddress {HEAD}\nHostKey {keys}/host\nPidFile none\n"
+        f"Port {port}\nListenAddress {worker.address}\nHostKey {keys}/host\nPidFile none\n"
         f"AuthorizedKeysFile {keys}/own.pub\nStrictModes no\nUsePAM no\n"
     )
     ssh = (
         f"ssh -F none -p {port} -i {keys}/own -c {CIPHER} -o StrictHostKeyChecking=no "
         f"-o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
     )
-    with server(port, shutil.which("sshd") or "/usr/sbin/sshd", "-D", "-f", keys / "sshd_config"):
-        call("rsync", "-a", "--whole-file", "-e", ssh, f"{source}/", f"{HEAD}:{target}/")
+    sshd = shutil.which("sshd") or "/usr/sbin/sshd"
+    Path("/run/sshd").mkdir(exist_ok=True)  # Debian's own start of sshd makes it
+    rsync = (*network.head.prefix, "rsync", "-a", "--whole-file", "-e", ssh)
+    with server(worker, port, sshd, "-D", "-f", keys / "sshd_config"):
+        call(*rsync, f"{source}/", f"{worker.address}:{target}/")
 
 
-def rsync_daemon(source: Path, target: Path, keys: Path) -> None:
-    port, target_root = free_port(), target.parent
+def rsync_daemon(source: Path, target: Path, keys: Path, network: Network) -> None:
+    port, target_root, address = free_port(), target.parent, network.worker.address
     config = keys / "rsyncd.conf"
     config.write_text(
         f"use chroot = no\nuid = {os.getuid()}\ngid = {os.getgid()}\n[all]\npath = {target_root}\n"
         "read only = no\n"
     )
-    argv = ("--daemon", "--no-detach", f"--address={HEAD}", f"--port={port}", f"--config={config}")
-    with server(port, "rsync", *argv):
-        place = f"rsync://{HEAD}:{port}/all/{target.name}/"
-        call("rsync", "-a", "--whole-file", f"{source}/", place)
+    daemon = ("--daemon", "--no-detach", f"--address={address}", f"--port={port}")
+    with server(network.worker, port, "rsync", *daemon, f"--config={config}"):
+        place = f"rsync://{address}:{port}/all/{target.name}/"
+        call(*network.head.prefix, "rsync", "-a", "--whole-file", f"{source}/", place)
 
 
 def cat(source: Path, target: Path | None, sync: bool = False) -> None:
@@ -187,15 +229,14 @@ def call_cat(files: list[Path], sink: Any) -> None:
     subprocess.run(["cat", *map(str, files)], stdout=sink, check=True)
 
 
-def iperf(seconds: int, streams: int) -> float:
-    """GB/s between two addresses of loopback."""
-    port = free_port()
-    argv = ("-c", HEAD, "-B", "127.0.0.2", "-p", port, "-t", seconds, "-P", streams, "-J")
-    with server(port, "iperf3", "-s", "-B", HEAD, "-p", port):
+def iperf(network: Network, seconds: int, streams: int) -> float:
+    """GB/s from the head to the worker."""
+    port, address = free_port(), network.worker.address
+    argv = ("-c", address, "-p", port, "-t", seconds, "-P", streams, "-J")
+    with server(network.worker, port, "iperf3", "-s", "-B", address, "-p", port):
         for _ in range(10):  # it is busy for a moment with the connection that asked if it is there
-            done = subprocess.run(
-                ["iperf3", *map(str, argv)], capture_output=True, text=True, check=False
-            )
+            words = [*network.head.prefix, "iperf3", *map(str, argv)]
+            done = subprocess.run(words, capture_output=True, text=True, check=False)
             found = json.loads(done.stdout or "{}").get("end", {}).get("sum_received")
             if found:
                 return float(found["bits_per_second"]) / 8e9
@@ -206,8 +247,8 @@ def iperf(seconds: int, streams: int) -> float:
 class Bench:
     """Runs ways of copying in turn, and keeps what they took."""
 
-    def __init__(self, folder: Path, runs: int) -> None:
-        self.folder, self.runs = folder, runs
+    def __init__(self, folder: Path, runs: int, network: Network) -> None:
+        self.folder, self.runs, self.network = folder, runs, network
         self.keys = folder / "keys"
         self.keys.mkdir()
         for name in ("host", "own"):
@@ -216,7 +257,7 @@ class Bench:
         self.peak: dict[str, int] = {"send": 0, "receive": 0}
 
     def ours(self, source: Path, **keys: Any) -> None:
-        sender, receiver = relay(source, [self.target], **keys)
+        sender, receiver = relay(source, [self.target], self.network, **keys)
         self.peak["send"] = max(self.peak["send"], sender["peak_bytes"])
         self.peak["receive"] = max(self.peak["receive"], receiver["peak_bytes"])
 
@@ -226,8 +267,8 @@ class Bench:
         ways: dict[str, Callable[[], None]] = {
             "ours": lambda: self.ours(source),
             "ours, encrypted": lambda: self.ours(source, encrypt=True),
-            "rsync over ssh": lambda: rsync_ssh(source, self.target, self.keys),
-            "rsync daemon": lambda: rsync_daemon(source, self.target, self.keys),
+            "rsync over ssh": lambda: rsync_ssh(source, self.target, self.keys, self.network),
+            "rsync daemon": lambda: rsync_daemon(source, self.target, self.keys, self.network),
             "cat to /dev/null": lambda: cat(source, None),
             "cat to a new file": lambda: cat(source, self.target),
             "cat to a new file, fsync": lambda: cat(source, self.target, sync=True),
@@ -277,7 +318,7 @@ class Bench:
         result(start("relay", {"role": "drop", "root": str(files.folder)}))
         targets = [self.folder / "targets" / str(n) for n in range(8)]
         began = time.monotonic()
-        sender, *receivers = relay(files.folder, targets, drop_cache=True)
+        sender, *receivers = relay(files.folder, targets, self.network, drop_cache=True)
         shutil.rmtree(self.folder / "targets")
         return {
             "read": sender["read"] / files.bytes,
@@ -288,9 +329,9 @@ class Bench:
 
     def nothing(self, files: Files) -> tuple[int, float]:
         """(bytes sent, seconds) of a transfer of what is there already."""
-        relay(files.folder, [self.target])
+        relay(files.folder, [self.target], self.network)
         began = time.monotonic()
-        sender, _ = relay(files.folder, [self.target])
+        sender, _ = relay(files.folder, [self.target], self.network)
         seconds = time.monotonic() - began
         shutil.rmtree(self.target)
         return sender["sent"], seconds
@@ -316,7 +357,9 @@ def main() -> None:
     parser.add_argument("--scale", type=int, default=1, help="divide sizes and counts by this")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=["one", "shards", "small", "eight"])
+    parser.add_argument("--lab", action="store_true", help="over the lab's fabric")
     options = parser.parse_args()
+    network = lab_network() if options.lab else LOOPBACK
     scale = options.scale
     sets = {
         "one": ("one file of 4 GiB", 1, 4 * GIB // scale),
@@ -326,10 +369,10 @@ def main() -> None:
     with ExitStack() as stack:
         name = stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder))
         folder = Path(name)
-        bench = Bench(folder, options.runs)
+        bench = Bench(folder, options.runs, network)
         cores = len(os.sched_getaffinity(0))
         print(f"{cores} cores, Python {platform.python_version()}, medians of {options.runs}\n")
-        link = statistics.median(iperf(3, 4) for _ in range(options.runs))
+        link = statistics.median(iperf(network, 3, 4) for _ in range(options.runs))
         print(f"iperf3, 4 streams: {link:.2f} GB/s")
         for key, (label, count, size) in sets.items():
             if key not in options.only:
