@@ -20,7 +20,7 @@ MAKE_BIG = f"""
 mkdir -p {BIG}/sub && cd {BIG} || exit 1
 test -f shard-1 || head -c 700000000 /dev/urandom > shard-1
 test -f shard-2 || head -c 500000000 /dev/urandom > shard-2
-truncate -s 3000000000 sparse
+truncate -s 5000000000 sparse
 : > empty
 ln -sf ../shard-1 sub/link
 """
@@ -30,6 +30,13 @@ def listening(lab: Lab, host: str) -> set[str]:
     """Addresses with ports that wait for connections, Docker's and Ray's aside."""
     out = lab.exec(host, "ss", "-ltnH", "sport >= :20000 and sport < :32768")
     return {line.split()[3] for line in out.splitlines() if ":28000" not in line}
+
+
+# containerd keeps for a day what an interrupted pull has brought.
+FORGET = """
+docker images -q | sort -u | xargs -r docker rmi -f
+ctr -n moby leases ls -q | xargs -r ctr -n moby leases rm --sync
+"""
 
 
 def digest_of(lab: Lab, host: str, folder: str) -> str:
@@ -47,9 +54,7 @@ def has_one_image(lab: Lab, name: str = "registry.lab:5000/vllm-cpu:lab") -> boo
 
 def forget_the_image(lab: Lab) -> None:
     pyinfra("tasks/stop.py")
-    lab.exec(
-        "spark-2", "sh", "-c", "docker images -q | sort -u | xargs -r docker rmi -f", timeout=120
-    )
+    lab.exec("spark-2", "sh", "-c", FORGET, timeout=120)
     assert lab.exec("spark-2", "docker", "images", "-q") == ""
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from cluster.remote.stored import docker_time, repository
+from cluster.remote.stored import docker_size, docker_time, repository
 from cluster.stored import (
     Current,
     Deleted,
@@ -49,7 +49,8 @@ def fail(text):
 if state.get("down"):
     fail("Cannot connect to the Docker daemon")
 if words[:2] == ["image", "ls"]:
-    print("\\n".join(image["Id"] for image in state["images"]))
+    for image in state["images"]:
+        print(image["Id"], image.get("shown", "1.23kB"))
 elif words[0] == "ps":
     print("\\n".join(container["Id"] for container in state["containers"]))
 elif words[0] == "info":
@@ -452,6 +453,14 @@ def test_names_and_times_of_docker() -> None:
     assert docker_time("2026-11-30T13:00:00+01:00") == docker_time("2026-11-30T12:00:00Z")
     assert docker_time("0001-01-01T00:00:00Z") is None
     assert docker_time("") is None
+    sizes = [docker_size(text) for text in ("0B", "13.3kB", "587MB", "3.83GB", "1.2TB", "", "N/A")]
+    assert sizes == [0, 13_300, 587_000_000, 3_830_000_000, 1_200_000_000_000, 0, 0]
+
+
+def test_an_image_takes_what_it_is_unpacked_to(host: Host) -> None:
+    """In containerd's store, where inspect tells the size of the packed layers."""
+    host.set_docker(images=[{**image(1, ["vllm/vllm-openai:v1"]), "shown": "3.83GB"}])
+    assert [each.bytes for each in host.list().images] == [3_830_000_000]
 
 
 # The rules, without a host.
