@@ -182,15 +182,16 @@ def test_a_killed_relay_of_the_image_is_finished_by_the_next_run(
 
 
 @pytest.mark.slow
-def test_an_image_from_an_archive(lab: Lab, tmp_path: Path) -> None:
-    """For sites without any registry: the archive is on this machine."""
+@pytest.mark.parametrize("saver", ["spark-1", "spark-2"])
+def test_an_image_from_an_archive(lab: Lab, tmp_path: Path, saver: str) -> None:
+    """For sites without any registry: the archive is on this machine, from either image store."""
     name = "site.local/vllm:archive"
     archive = tmp_path / "image.tar"
-    lab.exec("spark-1", "docker", "tag", "registry.lab:5000/vllm-cpu:lab", name)
-    save = ["docker", "exec", f"{NAME}-spark-1", "docker", "save", name]
+    lab.exec(saver, "docker", "tag", "registry.lab:5000/vllm-cpu:lab", name)
+    save = ["docker", "exec", f"{NAME}-{saver}", "docker", "save", name]
     with archive.open("wb") as file:
         subprocess.run(save, env=lab.engine.environment(), stdout=file, timeout=300, check=True)
-    lab.exec("spark-1", "docker", "rmi", name)
+    lab.exec(saver, "docker", "rmi", name)
     image = {"name": name, "source": "archive", "archive": str(archive)}
     result = pyinfra("tasks/image.py", cluster=variant(tmp_path, image=image))
     assert result.code == 0
