@@ -160,6 +160,18 @@ def drain(cluster: Cluster, refuses: bool, role: Literal["drain", "open"] = "dra
     return _program(cluster, "drain", wanted, role)
 
 
+def back_off(cluster: Cluster, unit: str) -> list[str]:
+    """What lets a unit wait before it restarts a container that has ended soon after its start."""
+    wanted = {
+        "unit": f"{unit}.service",
+        "state": f"/run/{unit}/back-off.json",
+        "delay": cluster.restarts.delay,
+        "max_delay": cluster.restarts.max_delay,
+        "reset_after": cluster.restarts.reset_after,
+    }
+    return _program(cluster, "back_off", wanted)
+
+
 def _api_host(cluster: Cluster) -> str:
     listen = cluster.serve.host
     return "127.0.0.1" if listen == "0.0.0.0" else listen  # noqa: S104

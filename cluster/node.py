@@ -18,7 +18,7 @@ from cluster.settings import Cluster
 from cluster.units import UNIT_DIRECTORY, ranks_units, ray_unit, serve_unit, watchdog_units
 
 IMAGE_HEADER = "image "
-PROGRAMS = ("reach", "ray_nodes", "gather", "completion", "watchdog", "drain")
+PROGRAMS = ("back_off", "reach", "ray_nodes", "gather", "completion", "watchdog", "drain")
 """The programs of remote/ that units run, as files on the hosts."""
 WATCHDOG_TIMER = f"{commands.WATCHDOG}.timer"
 RANKS_TIMER = f"{commands.RANKS}.timer"
@@ -132,6 +132,7 @@ def render(cluster: Cluster, name: str, image: Image) -> Node:
     if cluster.container_secrets:
         content = env_file(secret_environment(cluster), ["Secrets; written by multinode-vllm."])
         rendered.append(File(commands.secrets_path(cluster), content, 0o600, is_secret=True))
+    rendered.append(_program(cluster, "back_off"))
     definitions: dict[str, str] = {}
     if cluster.executor == "ray":
         definitions[commands.RAY] = ray_definition(cluster, name, image)

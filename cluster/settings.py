@@ -332,9 +332,11 @@ class Restarts(_Section):
     """systemd starts a container that ended again, up to a limit: a crash loop leaks memory."""
 
     delay: Seconds = 2
-    """Seconds before a restart."""
+    """Seconds before a restart. It doubles with every one that follows soon."""
     max_delay: Seconds = 60
-    """The delay grows to so many seconds where systemd is 254 or newer; older ones keep delay."""
+    """Seconds to which the delay grows."""
+    reset_after: Seconds = 60
+    """A container that ran for so many seconds is restarted after `delay` again."""
     limit: Count = 10
     """Starts of one unit within `within` seconds; after that it stays down, as failed."""
     within: Seconds = 3600

@@ -13,8 +13,6 @@ from cluster.settings import Cluster
 UNIT_DIRECTORY = "/etc/systemd/system"
 WATCH_RANKS_SECONDS = 5
 """Between two looks at the ranks of a group: one that has lost a rank stands still until then."""
-BACK_OFF_STEPS = 4
-"""Restarts after which the delay between two has grown to its longest."""
 _PLAIN = re.compile(r"[A-Za-z0-9@_+=:,./-]+")
 
 
@@ -178,7 +176,9 @@ def _unit(
         "",
         "[Service]",
         "Type=exec",
+        *_remembers(container),
         f"ExecStartPre=-docker rm --force {container}",
+        f"ExecStartPre=-{exec_line(commands.back_off(cluster, container))}",
         *(f"ExecStartPre=-{exec_line(command)}" for command in prepare or []),
         *([f"ExecStartPre={exec_line(wait)}"] if wait else []),
         f"ExecStart={exec_line(run)}",
@@ -186,10 +186,7 @@ def _unit(
         f"ExecStopPost=-docker rm --force {container}",
         "Restart=always",
         f"RestartSec={restarts.delay}",
-        # systemd 254 and newer; older ones say that they do not know these two, and keep to delay.
-        f"RestartSteps={BACK_OFF_STEPS}",
-        f"RestartMaxDelaySec={max(restarts.delay, restarts.max_delay)}",
-        f"TimeoutStartSec={deadlines.boot + 60}",
+        f"TimeoutStartSec={deadlines.boot + restarts.max_delay + 60}",
         f"TimeoutStopSec={deadlines.stop + deadlines.drain + 30}",
         # docker run ends with 128 + signal when it is stopped.
         "SuccessExitStatus=130 137 143",

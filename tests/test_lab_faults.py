@@ -22,8 +22,8 @@ QUICK = {
     **{"every": 5, "deadline": 5, "failures": 2, "minimum_uptime": 5, "cool_down": 5},
     "restarts_per_hour": 100,
 }
-PATIENT = {"limit": 200}
-"""So many faults in one hour are a crash loop anywhere else."""
+PATIENT = {"limit": 200, "reset_after": 5}
+"""So many faults in one hour, and so soon, are a crash loop anywhere else."""
 DETECTION_SECONDS = 15
 OUR_SECONDS = 15
 
