@@ -30,11 +30,11 @@ def waits(*lives: float, **more: Any) -> list[float]:
 
 
 def test_a_crash_loop_doubles_the_wait_up_to_the_longest() -> None:
-    assert waits(1, 1, 1, 1, 1, 1) == [4, 8, 16, 32, 60, 60]
+    assert waits(1, 1, 1, 1, 1, 1) == [2, 4, 8, 16, 32, 60]
 
 
 def test_who_ran_for_a_while_is_back_at_once() -> None:
-    assert waits(1, 1, 61, 1) == [4, 8, 2, 4]
+    assert waits(1, 1, 61, 1) == [2, 4, 2, 2]
     assert waits(*[3600] * 20) == [2] * 20
 
 
@@ -72,9 +72,10 @@ def test_a_start_by_a_person_or_at_boot_does_not_wait(tmp_path: Path, left: str 
 
 def test_a_restart_waits_and_remembers(tmp_path: Path) -> None:
     start(tmp_path, restarts=0, delay=1)
-    said, seconds, memory = start(tmp_path, restarts=1, delay=1)
-    assert said == "it ended soon after its start, 1 in a row: waiting 1 s more\n"
+    assert start(tmp_path, restarts=1, delay=1)[0] == ""
+    said, seconds, memory = start(tmp_path, restarts=2, delay=1)
+    assert said == "it ended soon after its start, 2 in a row: waiting 1 s more\n"
     assert seconds > 1
-    assert memory["steps"] == 1
-    said, _, memory = start(tmp_path, restarts=2, delay=1, reset_after=0)
+    assert memory["steps"] == 2
+    said, _, memory = start(tmp_path, restarts=3, delay=1, reset_after=0)
     assert (said, memory["steps"]) == ("", 0)

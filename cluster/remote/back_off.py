@@ -28,7 +28,8 @@ def decide(
     if not is_restart or ran >= wanted["reset_after"]:
         return 0, 0
     steps = memory["steps"] + 1
-    return steps, max(0, min(wanted["max_delay"], wanted["delay"] * 2**steps) - wanted["delay"])
+    wait = min(wanted["max_delay"], wanted["delay"] * 2 ** (steps - 1))
+    return steps, max(0, wait - wanted["delay"])
 
 
 def restarts(unit: str) -> int:
