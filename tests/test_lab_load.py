@@ -143,3 +143,38 @@ def test_stop_lets_running_requests_finish_and_takes_no_new_ones(lab: Lab, tmp_p
     assert load.errors
     assert max(seconds for seconds, _ in load.errors) < 15, load.errors
     assert stopped.seconds < 40
+
+
+@pytest.mark.slow
+def test_a_vllm_that_cannot_drain_stops_behind_a_closed_door(lab: Lab, tmp_path: Path) -> None:
+    """What a deploy writes for a vLLM before 0.18, with the one that the lab has."""
+    deploy(variant(tmp_path))
+    unit = "/etc/systemd/system/vllm-serve.service"
+    lab.exec("spark-1", "sed", "-i", r"/^ExecStop=/s/refuses\\\": true/refuses\\\": false/", unit)
+    assert 'refuses\\": false' in lab.exec("spark-1", "grep", "^ExecStop=", unit)
+    lab.exec("spark-1", "systemctl", "daemon-reload")
+    knock = "exec 3<> /dev/tcp/10.1.230.180/28000"
+
+    def is_open() -> bool:
+        return lab.exec("spark-1", "bash", "-c", f"({knock}) 2>&- && echo yes || true") != ""
+
+    assert is_open()
+    answers: list[int] = []
+
+    def ask() -> None:
+        client = openai.OpenAI(base_url=URL, api_key="none", max_retries=0, timeout=60)
+        answer = client.completions.create(
+            model="tiny", prompt="A long one", max_tokens=240, extra_body={"ignore_eos": True}
+        )
+        answers.append(answer.usage.completion_tokens if answer.usage else 0)
+
+    client = threading.Thread(target=ask, daemon=True)
+    client.start()
+    time.sleep(1)
+    lab.exec("spark-1", "systemctl", "stop", "--no-block", "vllm-serve")
+    wait(lambda: not is_open(), 5, "the door stays open")
+    assert not answers
+    client.join(30)
+    assert answers == [240]
+    wait(lambda: "vllm-serve" not in str(containers(lab)), 15, "vllm serve still runs")
+    assert "vllm serve" not in lab.exec("spark-1", "iptables", "-S", "INPUT")
