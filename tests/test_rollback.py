@@ -89,6 +89,21 @@ def test_rollback_goes_back_on_all_hosts_and_proves_it(
         assert fleet[name].running == running
 
 
+def test_hosts_with_different_image_stores_go_back_together(
+    run: Pyinfra, fleet: Fleet, tmp_path: Path
+) -> None:
+    for number, host in enumerate(fleet.hosts.values()):
+        host.image = {"id": f"sha256:{number:064d}", "digests": [], "content": "sha256:same"}
+    run("-y", "deploy.py")
+    good = {name: dict(host.files) for name, host in fleet.hosts.items()}
+    changed = variant(tmp_path, "env: {A: b}")
+    assert run("-y", "deploy.py", cluster=changed).exit_code == 0
+    result = run("-y", "tasks/rollback.py", cluster=changed)
+    assert result.exit_code == 0, result.output
+    assert {name: host.files for name, host in fleet.hosts.items()} == good
+    assert run("-y", "deploy.py").changes == 0
+
+
 def test_what_still_runs_as_it_should_is_left_alone(
     run: Pyinfra, fleet: Fleet, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -67,7 +67,7 @@ def kept(cluster: Cluster) -> Commands:
         host.noop("there is no image here")
         return
     target = observed.restored(host)
-    own = _identity_of(target.name) if target else identity(cluster, image)
+    own = _identity_of(target.name) if target else identity(cluster, _shared(host, image))
     if found.known_good[:1] and _identity_of(found.known_good[0]) == own:
         host.noop(f"{own} is kept already")
         return
@@ -108,7 +108,7 @@ def choose(to: str | None, after_failure: bool) -> Choice:
         head: Host = inventory.get_host(cluster.head)
         image = observed.image(head)
         names = [str(record["name"]) for record in _records(head)]
-        own = "" if after_failure or image is None else identity(cluster, image)
+        own = "" if after_failure or image is None else identity(cluster, _shared(head, image))
         ids = [_identity_of(name) for name in names]
         wanted = next((each for each in ids if (each == to if to else each != own)), None)
         if wanted is None:
@@ -180,7 +180,8 @@ def restored(choice: Choice, after_failure: bool = False) -> Commands:
         host.noop(f"back to {target.name}")
         return
     image = observed.image(host)
-    if after_failure and image and identity(cluster, image) == _identity_of(target.name):
+    own = identity(cluster, _shared(host, image)) if after_failure and image else ""
+    if own == _identity_of(target.name):
         yield refuse("nothing to go back to: what failed is the last that served")
         return
     strangers = set(target.cluster.hosts) ^ set(cluster.hosts)
@@ -218,6 +219,12 @@ def given_up(choice: Choice) -> Commands:
         f"this deploy failed, see above; the hosts are back at the deployment of {since}",
         "cluster.yaml still says what failed; the next deploy will try that again.",
     )
+
+
+def _shared(each: Host, image: Image) -> Image:
+    """A host's image under an id that equal images have on all hosts, in either image store."""
+    found = observed.look(each).image
+    return replace(image, id=found.content) if found and found.content else image
 
 
 _identities: dict[tuple[str, Image], str] = {}
