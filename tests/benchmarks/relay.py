@@ -269,6 +269,7 @@ class Bench:
             "ours, encrypted": lambda: self.ours(source, encrypt=True),
             "rsync over ssh": lambda: rsync_ssh(source, self.target, self.keys, self.network),
             "rsync daemon": lambda: rsync_daemon(source, self.target, self.keys, self.network),
+            "cp -a, without a flush": lambda: call("cp", "-a", source, self.target) and None,
             "cat to /dev/null": lambda: cat(source, None),
             "cat to a new file": lambda: cat(source, self.target),
             "cat to a new file, fsync": lambda: cat(source, self.target, sync=True),
